@@ -13,8 +13,8 @@
     ├── DamageError                 5   bytes do not match their checksum or their name
     └── BusyError                   6   somebody else holds what was asked for
 
-Every error carries one line of text, and most a hint: the next step that the reader can take. A damaged or unreadable KV
-record never raises: it is a MISS and a counter. Weights and checkpoints raise DamageError for the same damage.
+Every error carries one line of text, and most a hint: the next step that the reader can take. A damaged or unreadable
+KV record never raises: it is a MISS and a counter. Weights and checkpoints raise DamageError for the same damage.
 """
 
 from __future__ import annotations

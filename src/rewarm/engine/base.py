@@ -45,8 +45,9 @@ class Write:
 class BlockPlanes:
     """Host memory laid out as P planes of KV blocks, each plane an array of pages of equal size.
 
-    The bytes of KV block b in plane p are ``page_bytes`` at ``plane_addresses[p] + b * page_bytes``. A chunk of n blocks
-    is stored [plane][block][page]: the page of plane p and the i-th block lies at ``(p * n + i) * page_bytes`` of the payload.
+    The bytes of KV block b in plane p are ``page_bytes`` at ``plane_addresses[p] + b * page_bytes``. A chunk of n
+    blocks is stored [plane][block][page]: the page of plane p and the i-th block lies at ``(p * n + i) * page_bytes``
+    of the payload.
     """
 
     plane_addresses: array[int]
@@ -134,7 +135,10 @@ Transfer: TypeAlias = "Read | Write | ReadRecord | WriteRecord | Probe | Unlink"
 
 
 class Completion(Protocol):
-    """A submitted batch of N transfers. Its calls never block on I/O, except wait() and the cancel of in-place reads."""
+    """A submitted batch of N transfers.
+
+    Its calls never block on I/O, except wait() and the cancel of in-place reads.
+    """
 
     def done(self) -> bool:
         """True once every transfer is final: no I/O can touch the caller's memory any more. Checks the deadline too."""
@@ -186,7 +190,10 @@ class Engine(Protocol):
         """
 
     def gather(self, planes: BlockPlanes, block_ids: array[int], address: int) -> None:
-        """Copy a chunk's blocks out of host memory to ``address``, [plane][block][page], before returning; no GIL held."""
+        """Copy a chunk's blocks out of host memory to ``address``, [plane][block][page], before returning.
+
+        The GIL is not held.
+        """
 
     def close(self) -> None:
         """Cancel what is queued, wait for what is not abandoned, free the ring. Idempotent."""

@@ -6,6 +6,7 @@ tests/contract compares the two on the same bytes.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def piece_spans(payload_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tupl
     """(file offset, length) of each checksummed piece; together they cover the padded payload and nothing else."""
     end = record_bytes(payload_bytes)
     cuts = [PAGE_BYTES, *range(piece_bytes, end, piece_bytes), end] if end > PAGE_BYTES else [PAGE_BYTES]
-    return [(lo, hi - lo) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    return [(lo, hi - lo) for lo, hi in itertools.pairwise(cuts)]
 
 
 def num_pieces(payload_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
