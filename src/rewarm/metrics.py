@@ -1,0 +1,158 @@
+"""Every metric that Rewarm keeps, declared once, and the counters that hold them.
+
+Base units, ``_total`` on counters, few labels with few values, never a key or a request. Anything above this module
+adds to a Counters; an adapter ships ``take()`` from each rank to where its server's metrics are read and renders
+METRICS there. The page docs/reference/metrics.md is made from the table.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+
+class Kind(Enum):
+    """What a metric's numbers mean."""
+
+    COUNTER = "counter"
+    """Only grows; adds up over ranks."""
+    GAUGE = "gauge"
+    """The present value; the newest one counts."""
+    HISTOGRAM = "histogram"
+    """Observations in buckets, with their sum; adds up over ranks."""
+
+
+COUNTER, GAUGE, HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds: a load of one chunk from local flash takes milliseconds, one of a long context from a slow array many
+seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_OUTCOME = "hit, miss, damaged, io_error, timeout"
+
+METRICS: tuple[Metric, ...] = (
+    Metric("rewarm_kv_lookup_tokens_total", COUNTER, "Prompt tokens that were looked up."),
+    Metric("rewarm_kv_hit_tokens_total", COUNTER, "Prompt tokens found on the volume and asked to be loaded."),
+    Metric("rewarm_kv_loads_total", COUNTER, f"Records asked for, by outcome: {_OUTCOME}.", ("outcome",)),
+    Metric("rewarm_kv_load_bytes_total", COUNTER, "Payload bytes delivered into the server's KV blocks."),
+    Metric(
+        "rewarm_kv_load_seconds",
+        HISTOGRAM,
+        "Time of one request's load, from submit until its last block is in place.",
+        buckets=SECONDS_BUCKETS,
+    ),
+    Metric("rewarm_kv_stores_total", COUNTER, "Records written, by outcome: stored, skipped, failed.", ("outcome",)),
+    Metric("rewarm_kv_store_bytes_total", COUNTER, "Payload bytes written; the wear of the flash follows from it."),
+    Metric("rewarm_kv_stores_paused", GAUGE, "1 while stores are paused because the volume or its disk is full."),
+    Metric("rewarm_damaged_records_total", COUNTER, "Records refused because a check did not match.", ("root",)),
+    Metric("rewarm_io_errors_total", COUNTER, "I/O errors that the storage reported.", ("root",)),
+    Metric("rewarm_root_healthy", GAUGE, "1 while a root is used; 0 once it is retired.", ("root",)),
+    Metric("rewarm_volume_records", GAUGE, "Records that the index of this process knows."),
+    Metric("rewarm_volume_used_bytes", GAUGE, "Bytes of the records that the index of this process knows."),
+    Metric("rewarm_volume_capacity_bytes", GAUGE, "Bytes that the volume may hold."),
+    Metric("rewarm_volume_scan_seconds", GAUGE, "Time that the scan at open took."),
+    Metric("rewarm_evicted_records_total", COUNTER, "Records removed to stay within the capacity."),
+    Metric("rewarm_evicted_bytes_total", COUNTER, "Bytes of the records removed to stay within the capacity."),
+)
+
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+Sample: TypeAlias = "tuple[str, tuple[str, ...], list[float]]"
+"""(metric name, label values, numbers): one number for a counter or gauge; for a histogram the counts of each bucket
+and of what lies above the last, then the sum. Plain types, so that it passes through any transport."""
+
+
+class Counters:
+    """The numbers of one process. Thread-safe.
+
+    Raises:
+        KeyError: A name that the table lacks.
+        ValueError: Another kind, or another number of labels, than the table says.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        self._taken: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+
+    def add(self, name: str, amount: float = 1, *labels: str) -> None:
+        """Add to a counter."""
+        cell = self._cell(name, labels, COUNTER)
+        with self._lock:
+            cell[0] += amount
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        cell = self._cell(name, labels, GAUGE)
+        with self._lock:
+            cell[0] = value
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add an observation to a histogram."""
+        cell = self._cell(name, labels, HISTOGRAM)
+        bucket = bisect.bisect_left(BY_NAME[name].buckets, value)
+        with self._lock:
+            cell[bucket] += 1
+            cell[-1] += value
+
+    def value(self, name: str, *labels: str) -> float:
+        """The present value of a counter or gauge; of a histogram, the number of observations."""
+        with self._lock:
+            numbers = self._values.get((name, labels), [0])
+            return sum(numbers[:-1]) if BY_NAME[name].kind is HISTOGRAM else numbers[0]
+
+    def samples(self) -> list[Sample]:
+        """Everything, since the start."""
+        with self._lock:
+            return [(name, labels, list(numbers)) for (name, labels), numbers in self._values.items()]
+
+    def take(self) -> list[Sample]:
+        """What changed since the last take: growth of counters and histograms, values of gauges."""
+        changes: list[Sample] = []
+        with self._lock:
+            for key, numbers in self._values.items():
+                before = self._taken.get(key)
+                if numbers == before:
+                    continue
+                self._taken[key] = list(numbers)
+                if before is None or BY_NAME[key[0]].kind is GAUGE:
+                    changes.append((*key, list(numbers)))
+                else:
+                    changes.append((*key, [now - then for now, then in zip(numbers, before, strict=True)]))
+        return changes
+
+    def merge(self, samples: Iterable[tuple[str, Sequence[str], Sequence[float]]]) -> None:
+        """Add what another process took; gauges are overwritten."""
+        for name, labels, numbers in samples:
+            kind = BY_NAME[name].kind
+            cell = self._cell(name, tuple(labels), kind)
+            with self._lock:
+                for index, number in enumerate(numbers):
+                    cell[index] = number if kind is GAUGE else cell[index] + number
+
+    def _cell(self, name: str, labels: tuple[str, ...], kind: Kind) -> list[float]:
+        cell = self._values.get((name, labels))
+        if cell is not None and BY_NAME[name].kind is kind:
+            return cell
+        metric = BY_NAME[name]
+        if metric.kind is not kind or len(metric.labels) != len(labels):
+            raise ValueError(f"{name} is a {metric.kind.value} with labels {metric.labels}")
+        width = len(metric.buckets) + 2 if kind is HISTOGRAM else 1
+        with self._lock:
+            return self._values.setdefault((name, labels), [0] * width)
