@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from rewarm.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.ensure_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_the_weights_are_those_of_every_machine(model: Path) -> None:
+    """ensure_tiny_model checks the sha256; here, that the file is what its header says."""
+    data = (model / "model.safetensors").read_bytes()
+    (header_bytes,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + header_bytes])
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    assert max(entry["data_offsets"][1] for entry in tensors.values()) == len(data) - 8 - header_bytes
+    assert sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors.values()) == 4 * 5_509_376
+    norm = tensors["model.norm.weight"]["data_offsets"]
+    assert data[8 + header_bytes + norm[0] :][:4] == struct.pack("<f", 1.0)
+
+
+def test_kv_bytes_follow_from_the_shape(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    assert tiny_model.KV_BYTES_PER_TOKEN == 2 * config["num_hidden_layers"] * heads * 4 == 16_384
+
+
+def test_every_byte_is_one_token(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(258))
+    assert len(set(vocabulary)) == 258
+
+
+def test_a_whole_model_is_left_alone_and_a_damaged_one_made_again(model: Path) -> None:
+    weights = model / "model.safetensors"
+    before = weights.stat().st_ino
+    tiny_model.ensure_tiny_model(model)
+    assert weights.stat().st_ino == before
+    with weights.open("r+b") as file:
+        file.seek(1_000_000)
+        file.write(b"\xff" * 8)
+    tiny_model.ensure_tiny_model(model)
+    assert tiny_model._sha256(weights) == tiny_model.SHA256
+    assert list(model.parent.glob(".tiny-model-*")) == []
+
+
+@pytest.mark.vllm
+def test_transformers_reads_the_tokenizer_as_bytes(model: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(model))
+    text = "Hällo\x00 wörld\n"
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
