@@ -181,4 +181,4 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(ensure_tiny_model(sys.argv[1]))
+    sys.stdout.write(f"{ensure_tiny_model(sys.argv[1])}\n")
