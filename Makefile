@@ -46,6 +46,7 @@ check:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/reference_docs.py --check
+	$(BIN)/python scripts/tested_on.py --check
 	$(BIN)/python scripts/check_docs.py
 
 bench:

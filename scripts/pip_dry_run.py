@@ -47,7 +47,7 @@ def main() -> int:
                 figures.append(figure(f"pip.{name}.{extra or 'core'}", moved, would))
     if output:
         environment = {"python": platform.python_version(), "pip": version("pip"), "system": platform.platform()}
-        document = {"schema": "rewarm.bench/1", "figures": figures, "environment": environment}
+        document = {"schema": "rewarm.pip-dry-run/1", "figures": figures, "environment": environment}
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(figure["holds"] for figure in figures) else 1
 

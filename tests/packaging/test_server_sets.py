@@ -1,8 +1,8 @@
 """Installing Rewarm moves nothing that a server has installed.
 
 tests/data/server-sets holds what is installed beside vLLM on ROCm, NPU and CUDA; requirements/vllm-cpu.lock is the CPU
-set. Offline, each direct requirement must admit the version that a set pins. With a package index (marker: network), pip
-itself is asked: scripts/pip_dry_run.py.
+set. Offline, each direct requirement must admit the version that a set pins. With a package index (marker: network),
+pip itself is asked: scripts/pip_dry_run.py.
 """
 
 from __future__ import annotations
