@@ -1,0 +1,107 @@
+"""Goals of a bench: bench/goals.toml, one table a figure name.
+
+::
+
+    ["kv.read.1MiB.x1"]
+    floor_ratio_at_least = 0.95
+    why = "One cold request of 256 MiB ..."
+
+Bounds: ``at_least`` and ``at_most`` on the value, ``floor_ratio_at_least``, ``floor_ratio_at_most``,
+``above_floor_at_most``, ``peer_ratio_at_least`` on the medians over rounds. All bounds of a table must hold;
+``or_share_of_floor_at_most`` is a second way to keep ``at_most``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rewarm.bench.report import Figure, with_goal
+from rewarm.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Goals = Mapping[str, Mapping[str, Any]]
+
+_BOUNDS = (
+    "at_least",
+    "at_most",
+    "or_share_of_floor_at_most",
+    "floor_ratio_at_least",
+    "floor_ratio_at_most",
+    "above_floor_at_most",
+    "peer_ratio_at_least",
+)
+
+
+def find_goals() -> Path | None:
+    """bench/goals.toml of the source tree that this module runs from, or of the working directory."""
+    for base in (Path(__file__).parents[3], Path.cwd()):
+        path = base / "bench" / "goals.toml"
+        if path.is_file():
+            return path
+    return None
+
+
+def read_goals(path: Path) -> Goals:
+    """Goals of a file.
+
+    Raises:
+        UsageError: Not readable, not TOML, or a bound of a name that does not exist.
+    """
+    try:
+        goals: Goals = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as problem:
+        raise UsageError(f"cannot read the goals in {path}: {problem}") from problem
+    for name, table in goals.items():
+        unknown = set(table) - {*_BOUNDS, "why"} if isinstance(table, dict) else {"a value outside of a table"}
+        if unknown:
+            raise UsageError(f"{path}: {name} has {', '.join(sorted(unknown))}", hint=f"bounds: {', '.join(_BOUNDS)}")
+    return goals
+
+
+def judge(figures: list[Figure], goals: Goals) -> list[Figure]:
+    """The figures, each with its goal and whether it holds, in the same order."""
+    return [_judge_one(figure, goals.get(figure.name)) for figure in figures]
+
+
+def unmeasured(figures: list[Figure], goals: Goals) -> list[str]:
+    """Names of goals that no figure answers."""
+    return sorted(set(goals) - {figure.name for figure in figures})
+
+
+def _judge_one(figure: Figure, table: Mapping[str, Any] | None) -> Figure:
+    if table is None:
+        return figure
+    words: list[str] = []
+    verdicts: list[bool] = []
+
+    def bound(key: str, found: float | None, text: str, *, least: bool) -> bool | None:
+        if key not in table:
+            return None
+        words.append(f"{'>=' if least else '<='} {table[key]:g}{text}")
+        return found is not None and (found >= table[key] if least else found <= table[key])
+
+    def add(verdict: bool | None) -> None:
+        if verdict is not None:
+            verdicts.append(verdict)
+
+    add(bound("at_least", figure.value, f" {figure.unit}", least=True))
+    at_most = bound("at_most", figure.value, f" {figure.unit}", least=False)
+    share = figure.value / figure.floor if figure.floor else None
+    or_share = bound("or_share_of_floor_at_most", share, " of the floor", least=False)
+    add(at_most if or_share is None else bool(at_most) or or_share)
+    ratio = figure.floor_ratio.median if figure.floor_ratio else None
+    add(bound("floor_ratio_at_least", ratio, " of the floor", least=True))
+    add(bound("floor_ratio_at_most", ratio, " of the floor", least=False))
+    above = figure.floor_difference.median if figure.floor_difference else None
+    add(bound("above_floor_at_most", above, f" {figure.unit} above the floor", least=False))
+    peer = figure.peer_ratio.median if figure.peer_ratio else None
+    add(bound("peer_ratio_at_least", peer, " of the peer", least=True))
+    joint = " or " if or_share is not None else " and "
+    return with_goal(figure, joint.join(words), holds=all(verdicts))
