@@ -1,0 +1,457 @@
+"""The fault campaign: deals cases, injects each into real files below a real server half, and judges what was served.
+
+Run by test_campaign.py, or by hand::
+
+    python tests/fault/campaign.py --engine threads --seed 1 --count 500          # a sample
+    python tests/fault/campaign.py --engine threads --seed 1 --case 137           # one case again, with its story
+    python tests/fault/campaign.py --subject vllm-fs --seed 1 --count 1000        # vLLM's own fs tier, for the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import faultshim
+from faultlist import BY_NAME, Case, Effect, Fault, Phase, Record, cases, deal
+from faultshim import Action, Op, Shim
+from zygote import Job, Zygote
+
+FRESH_ROOT_EVERY = 200
+"""Cases after which the campaign starts on an empty root, so that it needs little room."""
+KILLS = (Action.KILL_BEFORE, Action.KILL_AFTER, Action.KILL_MID)
+
+
+@dataclass
+class Outcome:
+    """What one load gave."""
+
+    good: int
+    """Chunks served, from the first on."""
+    wrong: int
+    """Blocks among them with a byte that their key does not demand."""
+    damaged: int = 0
+    """By how much the counter of damaged records rose."""
+    io_errors: int = 0
+    """By how much the counter of I/O errors rose."""
+
+
+@dataclass
+class Row:
+    """One case, told."""
+
+    case: int
+    fault: str
+    fired: bool = True
+    chunks: int = 0
+    victim: int = 0
+    good: int = 0
+    wrong: int = 0
+    wrong_again: int = 0
+    damaged: int = 0
+    complaints: list[str] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+
+
+class Subject(Protocol):
+    """What is under test: a server with a storage tier, in as many lives as a case needs."""
+
+    name: str
+    counts: bool
+    """Whether it counts damage and I/O errors."""
+    record_infix: str
+    """What the name of a record holds that is being written or is whole, and no other file's name."""
+
+    def applies(self, fault: Fault) -> bool:
+        """Whether this format or product has the thing that the fault strikes."""
+
+    def begin(self, root: Path) -> None:
+        """Start on an empty root."""
+
+    def reopen(self) -> None:
+        """A restart: new objects over the same files."""
+
+    def prompt(self, rng: random.Random) -> Any:
+        """A prompt that nobody asked before, of 2 to 5 chunks."""
+
+    def chunks(self, prompt: Any) -> int:
+        """Chunks of a prompt."""
+
+    def store(self, prompt: Any) -> None:
+        """Serve it once and wait until its chunks are stored, or given up."""
+
+    def store_as_stranger(self, prompt: Any) -> None:
+        """The same prompt, stored by a server of another model on the same root."""
+
+    def load(self, prompt: Any) -> Outcome:
+        """Forget what is in memory and serve it again."""
+
+    def record(self, prompt: Any, index: int, sibling: int) -> Record:
+        """The file of chunk ``index``."""
+
+    def job(self, name: str, prompt: Any) -> tuple[Job, tuple[Any, ...]]:
+        """A function for a child process, with its arguments: "store", "evict" or "import"."""
+
+    def untidy(self) -> list[str]:
+        """What does not belong on the root, once all lives and the janitor's pass are over."""
+
+    def end(self) -> None:
+        """Stop."""
+
+
+class Campaign:
+    """Runs cases on one subject."""
+
+    def __init__(self, subject: Subject, folder: Path, shim: Shim | None, zygote: Zygote | None) -> None:
+        self.subject = subject
+        self.folder = folder
+        self.shim = shim
+        self.zygote = zygote
+        self._steps: dict[tuple[Phase, Op], int] = {}
+        self._root_number = -1
+        self._told: list[str] = []
+
+    def run(self, case: Case) -> Row | None:
+        """One case; None where it does not apply, or needs the shim and there is none."""
+        fault = case.fault
+        if not self.subject.applies(fault) or (fault.phase is not Phase.AT_REST and self.shim is None):
+            return None
+        self._fresh_root(case.number)
+        row = Row(case.number, fault.name)
+        self._told = row.story
+        try:
+            if fault.phase is Phase.AT_REST:
+                self._at_rest(case, row)
+            elif fault.phase is Phase.LOAD:
+                self._in_load(case, row)
+            elif fault.phase is Phase.STORE:
+                self._in_store(case, row)
+            else:
+                self._kill(case, row)
+        except Exception as error:  # noqa: BLE001 - an exception out of a storage fault is a finding of its own
+            row.complaints.append(f"raised {type(error).__name__}: {error}")
+            row.story.append(traceback.format_exc())
+            self._root_number = -1
+        finally:
+            if self.shim:
+                self.shim.disarm()
+        return row
+
+    def close(self) -> None:
+        """Stop the subject."""
+        if self._root_number >= 0:
+            self.subject.end()
+
+    # Phases
+
+    def _at_rest(self, case: Case, row: Row) -> None:
+        rng, subject = case.rng(), self.subject
+        prompt, victim, sibling = self._stored_prompt(rng, row)
+        if case.fault.name == "alien-namespace":
+            subject.store_as_stranger(prompt)
+        assert case.fault.damage
+        case.fault.damage(rng, subject.record(prompt, victim, sibling))
+        restart = rng.random() < 0.3
+        row.story.append(f"damaged chunk {victim} of {row.chunks}, sibling {sibling}, restart: {restart}")
+        if restart:
+            subject.reopen()
+        struck = [victim, sibling] if case.fault.name == "swap" else [victim]
+        self._judge_load(case, row, prompt, struck)
+        self._judge_healed(row, prompt)
+
+    def _in_load(self, case: Case, row: Row) -> None:
+        rng, subject = case.rng(), self.subject
+        prompt, victim, sibling = self._stored_prompt(rng, row)
+        order = case.fault.order
+        assert order and self.shim
+        path = subject.record(prompt, victim, sibling).path
+        if rng.random() < 0.3:
+            subject.reopen()
+        self.shim.arm(
+            order.action, order.ops, str(path), times=order.times, error=order.error, random=rng.getrandbits(31)
+        )
+        self._judge_load(case, row, prompt, [victim])
+        self.shim.disarm()
+        row.fired = self.shim.fired > 0
+        row.story += [f"shim saw {self.shim.seen}, struck {self.shim.fired}", *self.shim.log()]
+        self._judge_healed(row, prompt)
+
+    def _in_store(self, case: Case, row: Row) -> None:
+        rng, subject = case.rng(), self.subject
+        order = case.fault.order
+        assert order and self.shim
+        limit = self._count_steps(case.fault.phase, order.ops)
+        prompt = subject.prompt(rng)
+        row.chunks = subject.chunks(prompt)
+        nth = rng.randint(1, limit)
+        self.shim.arm(
+            order.action, order.ops, str(self.root), nth=nth, times=order.times, error=order.error,
+            random=rng.getrandbits(31), infix=self._infix(order.ops),
+        )  # fmt: skip
+        subject.store(prompt)
+        self.shim.disarm()
+        row.fired = self.shim.fired > 0
+        row.story += [f"operation {nth} of about {limit}", *self.shim.log()]
+        if rng.random() < 0.5:
+            subject.reopen()
+        outcome = subject.load(prompt)
+        self._take(row, outcome)
+        if case.fault.effect is Effect.HARMLESS and outcome.good != row.chunks:
+            row.complaints.append(f"served {outcome.good} of {row.chunks} chunks after a harmless fault")
+        if subject.counts and case.fault.effect is not Effect.DAMAGE and outcome.damaged:
+            row.complaints.append(f"counted {outcome.damaged} damaged records, none was stored damaged")
+        subject.reopen()
+        self._judge_healed(row, prompt)
+        row.complaints += subject.untidy()
+
+    def _kill(self, case: Case, row: Row) -> None:
+        rng, subject = case.rng(), self.subject
+        assert self.shim and self.zygote
+        name = {Phase.KILL_STORE: "store", Phase.KILL_EVICT: "evict", Phase.KILL_IMPORT: "import"}[case.fault.phase]
+        limit = self._count_steps(case.fault.phase, Op.CHANGE)
+        prompt = subject.prompt(rng)
+        row.chunks = subject.chunks(prompt)
+        if name == "evict":
+            subject.store(prompt)
+        nth, action = rng.randint(1, limit), rng.choice(KILLS)
+        died = self._child(name, prompt, action, nth)
+        row.fired = died
+        row.story += [f"{action.name} at operation {nth} of about {limit}"]
+        for life in ("the server that ran on", "a new server"):
+            outcome = subject.load(prompt)
+            self._take(row, outcome)
+            if subject.counts and (outcome.damaged or outcome.io_errors):
+                row.complaints.append(f"{life} counted {outcome.damaged} damaged, {outcome.io_errors} I/O errors")
+            subject.reopen()
+        self._judge_healed(row, prompt)
+        row.complaints += subject.untidy()
+
+    # Helpers
+
+    @property
+    def root(self) -> Path:
+        """The root of now."""
+        return self.folder / f"root{self._root_number}"
+
+    def _fresh_root(self, number: int) -> None:
+        wanted = number // FRESH_ROOT_EVERY
+        if wanted == self._root_number:
+            return
+        if self._root_number >= 0:
+            self.subject.end()
+            shutil.rmtree(self.root)
+        self._root_number = wanted
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir()
+        self.subject.begin(self.root)
+
+    def _stored_prompt(self, rng: random.Random, row: Row) -> tuple[Any, int, int]:
+        prompt = self.subject.prompt(rng)
+        row.chunks = self.subject.chunks(prompt)
+        self.subject.store(prompt)
+        row.victim = victim = rng.randrange(row.chunks)
+        return prompt, victim, (victim + rng.randint(1, row.chunks - 1)) % row.chunks
+
+    def _take(self, row: Row, outcome: Outcome) -> None:
+        row.good, row.damaged = outcome.good, row.damaged + outcome.damaged
+        row.wrong += outcome.wrong
+        if outcome.wrong:
+            row.complaints.append(f"{outcome.wrong} WRONG blocks served")
+        row.story.append(str(outcome))
+
+    def _judge_load(self, case: Case, row: Row, prompt: Any, struck: list[int]) -> None:
+        outcome = self.subject.load(prompt)
+        self._take(row, outcome)
+        effect = case.fault.effect
+        fired = case.fault.phase is Phase.AT_REST or (self.shim is not None and self.shim.fired > 0)
+        want = row.chunks if effect is Effect.HARMLESS or not fired else min(struck)
+        if outcome.good != want:
+            row.complaints.append(f"served {outcome.good} chunks, {want} of {row.chunks} are good")
+        damaged = len(struck) if effect is Effect.DAMAGE and fired else 0
+        if self.subject.counts and outcome.damaged != damaged:
+            row.complaints.append(f"counted {outcome.damaged} damaged records, {damaged} were")
+        errors = 1 if effect is Effect.ERROR and fired else 0
+        if self.subject.counts and outcome.io_errors != errors:
+            row.complaints.append(f"counted {outcome.io_errors} I/O errors, there was {errors}")
+
+    def _judge_healed(self, row: Row, prompt: Any) -> None:
+        """The recomputed chunks are stored again, and served: a fault costs one miss, not the place for ever."""
+        self.subject.store(prompt)
+        outcome = self.subject.load(prompt)
+        row.story.append(f"once more: {outcome}")
+        row.wrong_again += outcome.wrong
+        if outcome.wrong:
+            row.complaints.append(f"{outcome.wrong} WRONG blocks served after the chunks were stored again")
+        if outcome.good != row.chunks:
+            row.complaints.append(f"stored again, but {outcome.good} of {row.chunks} chunks are served")
+        if self.subject.counts and (outcome.damaged or outcome.io_errors):
+            row.complaints.append(f"stored again, but {outcome} counts faults")
+
+    def _infix(self, ops: Op) -> str:
+        """Writes are struck in records alone: a lie about any other file (a log, say) is not this list's business."""
+        return self.subject.record_infix if ops is Op.WRITE else ""
+
+    def _count_steps(self, phase: Phase, ops: Op) -> int:
+        """Operations of one such action when nothing goes wrong, counted once per campaign."""
+        if (phase, ops) not in self._steps:
+            assert self.shim
+            prompt = self.subject.prompt(random.Random(f"steps {phase.name} {ops}"))
+            if phase is Phase.STORE:
+                self.shim.arm(Action.COUNT, ops, str(self.root), infix=self._infix(ops))
+                self.subject.store(prompt)
+                seen = self.shim.seen
+                self.shim.disarm()
+            else:
+                name = phase.name.removeprefix("KILL_").lower()
+                if name == "evict":
+                    self.subject.store(prompt)
+                self._child(name, prompt, Action.COUNT, 1)
+                seen = self._child_seen
+            self._steps[phase, ops] = max(1, seen)
+        return self._steps[phase, ops]
+
+    def _child(self, name: str, prompt: Any, action: Action, nth: int) -> bool:
+        """Run a job in a child; whether the shim killed it."""
+        assert self.zygote
+        control = self.folder / "child.shim"
+        orders = Shim(control)
+        orders.arm(action, Op.CHANGE, str(self.root), nth=nth)
+        job, args = self.subject.job(name, prompt)
+        death = self.zygote.run(job, *args, control=control)
+        self._child_seen = orders.seen
+        self._told += orders.log()
+        if not death.as_expected:
+            raise AssertionError(f"the child that runs {name} ended with {death.exit_code}")
+        return death.killed
+
+
+def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """Counts by kind of fault."""
+    kinds: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for row in rows:
+        kind = kinds[row.fault]
+        kind["cases"] += 1
+        kind["injected"] += row.fired
+        kind["chunks_served"] += row.good
+        kind["wrong_blocks_served"] += row.wrong
+        kind["cases_with_wrong_bytes"] += row.wrong > 0
+        kind["still_wrong_after_another_store"] += row.wrong_again > 0
+        kind["damaged_counted"] += row.damaged
+        kind["failed_cases"] += bool(row.complaints)
+    return {name: dict(kinds[name]) for name in BY_NAME if name in kinds}
+
+
+def make_subject(name: str, engine: str) -> Subject:
+    """The subject of that name."""
+    if name == "vllm-fs":
+        from subject_fs import FsSubject
+
+        return FsSubject()
+    from subject_rewarm import RewarmSubject
+
+    return RewarmSubject(engine)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subject", choices=["rewarm", "vllm-fs"], default="rewarm")
+    parser.add_argument("--engine", default="auto", help="io_uring, threads, pure or auto")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--case", type=int, help="this case alone, with its story")
+    parser.add_argument("--kind", help="only faults of this name")
+    parser.add_argument("--folder", type=Path, help="where the roots lie; default: a new folder under /tmp")
+    parser.add_argument("--rows", type=Path, help="write one JSON line a case here")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Run the cases; 0 when none has a complaint."""
+    args = parse(argv)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="rewarm-faults-"))
+    try:
+        return run(args, folder)
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def under_shim(folder: Path) -> Shim | None:
+    """The shim's orders; starts this program again below the shim where it can be built and is not loaded yet."""
+    if faultshim.missing():
+        print(f"skipped: all faults in system calls ({faultshim.missing()})", file=sys.stderr)
+        return None
+    control = folder / "parent.shim"
+    if os.environ.get("FAULTSHIM_CONTROL") != str(control):
+        Shim(control)
+        env = faultshim.preload(faultshim.build(folder), control)
+        env.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONHASHSEED="0")
+        command = [sys.executable, *sys.orig_argv[1:]]
+        if "--folder" not in command:
+            command += ["--folder", str(folder)]
+        os.execve(sys.executable, command, env)
+    return Shim(control)
+
+
+def run(args: argparse.Namespace, folder: Path) -> int:
+    """Run the cases in this process, below the shim."""
+    shim = under_shim(folder)
+    subject = make_subject(args.subject, args.engine)
+    zygote = Zygote() if shim else None
+    campaign = Campaign(subject, folder, shim, zygote)
+    dealt = [deal(args.seed, args.case)] if args.case is not None else cases(args.seed, args.count, args.first)
+    rows: list[Row] = []
+    started = time.monotonic()
+    try:
+        for case in dealt:
+            if args.kind and case.fault.name != args.kind:
+                continue
+            row = campaign.run(case)
+            if row is None:
+                continue
+            rows.append(row)
+            if args.rows:
+                with args.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({k: v for k, v in asdict(row).items() if k != "story"}) + "\n")
+            if args.case is not None or (row.complaints and args.subject == "rewarm"):
+                tell(args, row)
+    finally:
+        campaign.close()
+        if zygote:
+            zygote.close()
+    failed = sum(bool(row.complaints) for row in rows)
+    report = {
+        "subject": subject.name, "seed": args.seed, "cases": len(rows), "injected": sum(r.fired for r in rows),
+        "wrong_blocks_served": sum(r.wrong for r in rows),
+        "cases_with_wrong_bytes": sum(r.wrong + r.wrong_again > 0 for r in rows), "failed_cases": failed,
+        "seconds": round(time.monotonic() - started, 1), "kinds": summary(rows),
+    }  # fmt: skip
+    print(json.dumps(report, indent=1))
+    return 1 if failed else 0
+
+
+def tell(args: argparse.Namespace, row: Row) -> None:
+    """A case's story on stderr, and the command that repeats it."""
+    again = f"python tests/fault/campaign.py --subject {args.subject} --engine {args.engine} --seed {args.seed}"
+    print(f"case {row.case} ({row.fault}): {'; '.join(row.complaints) or 'as it should be'}", file=sys.stderr)
+    print("\n".join(f"    {line}" for line in row.story), file=sys.stderr)
+    print(f"    repeat: {again} --case {row.case}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
