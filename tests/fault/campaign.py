@@ -1,34 +1,20 @@
-"""The fault campaign: deals cases, injects each into real files below a real server half, and judges what was served.
-
-Run by test_campaign.py, or by hand::
-
-    python tests/fault/campaign.py --engine threads --seed 1 --count 500          # a sample
-    python tests/fault/campaign.py --engine threads --seed 1 --case 137           # one case again, with its story
-    python tests/fault/campaign.py --subject vllm-fs --seed 1 --count 1000        # vLLM's own fs tier, for the table
-"""
+"""The fault campaign: injects each dealt case into real files below a real server half, and judges what was served."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import shutil
-import sys
-import tempfile
-import time
 import traceback
-from collections import defaultdict
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import faultshim
-from faultlist import BY_NAME, Case, Effect, Fault, Phase, Record, cases, deal
+from faultlist import Case, Effect, Fault, Phase, Record
 from faultshim import Action, Op, Shim
-from zygote import Job, Zygote
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zygote import Job, Zygote
 
 FRESH_ROOT_EVERY = 200
 """Cases after which the campaign starts on an empty root, so that it needs little room."""
@@ -176,7 +162,8 @@ class Campaign:
         rng, subject = case.rng(), self.subject
         prompt, victim, sibling = self._stored_prompt(rng, row)
         order = case.fault.order
-        assert order and self.shim
+        assert order
+        assert self.shim
         path = subject.record(prompt, victim, sibling).path
         if rng.random() < 0.3:
             subject.reopen()
@@ -192,7 +179,8 @@ class Campaign:
     def _in_store(self, case: Case, row: Row) -> None:
         rng, subject = case.rng(), self.subject
         order = case.fault.order
-        assert order and self.shim
+        assert order
+        assert self.shim
         limit = self._count_steps(case.fault.phase, order.ops)
         prompt = subject.prompt(rng)
         row.chunks = subject.chunks(prompt)
@@ -219,7 +207,8 @@ class Campaign:
 
     def _kill(self, case: Case, row: Row) -> None:
         rng, subject = case.rng(), self.subject
-        assert self.shim and self.zygote
+        assert self.shim
+        assert self.zygote
         name = {Phase.KILL_STORE: "store", Phase.KILL_EVICT: "evict", Phase.KILL_IMPORT: "import"}[case.fault.phase]
         limit = self._count_steps(case.fault.phase, Op.CHANGE)
         prompt = subject.prompt(rng)
@@ -336,122 +325,3 @@ class Campaign:
         if not death.as_expected:
             raise AssertionError(f"the child that runs {name} ended with {death.exit_code}")
         return death.killed
-
-
-def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Counts by kind of fault."""
-    kinds: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for row in rows:
-        kind = kinds[row.fault]
-        kind["cases"] += 1
-        kind["injected"] += row.fired
-        kind["chunks_served"] += row.good
-        kind["wrong_blocks_served"] += row.wrong
-        kind["cases_with_wrong_bytes"] += row.wrong > 0
-        kind["still_wrong_after_another_store"] += row.wrong_again > 0
-        kind["damaged_counted"] += row.damaged
-        kind["failed_cases"] += bool(row.complaints)
-    return {name: dict(kinds[name]) for name in BY_NAME if name in kinds}
-
-
-def make_subject(name: str, engine: str) -> Subject:
-    """The subject of that name."""
-    if name == "vllm-fs":
-        from subject_fs import FsSubject
-
-        return FsSubject()
-    from subject_rewarm import RewarmSubject
-
-    return RewarmSubject(engine)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", choices=["rewarm", "vllm-fs"], default="rewarm")
-    parser.add_argument("--engine", default="auto", help="io_uring, threads, pure or auto")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--case", type=int, help="this case alone, with its story")
-    parser.add_argument("--kind", help="only faults of this name")
-    parser.add_argument("--folder", type=Path, help="where the roots lie; default: a new folder under /tmp")
-    parser.add_argument("--rows", type=Path, help="write one JSON line a case here")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str]) -> int:
-    """Run the cases; 0 when none has a complaint."""
-    args = parse(argv)
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="rewarm-faults-"))
-    try:
-        return run(args, folder)
-    finally:
-        if args.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def under_shim(folder: Path) -> Shim | None:
-    """The shim's orders; starts this program again below the shim where it can be built and is not loaded yet."""
-    if faultshim.missing():
-        print(f"skipped: all faults in system calls ({faultshim.missing()})", file=sys.stderr)
-        return None
-    control = folder / "parent.shim"
-    if os.environ.get("FAULTSHIM_CONTROL") != str(control):
-        Shim(control)
-        env = faultshim.preload(faultshim.build(folder), control)
-        env.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONHASHSEED="0")
-        command = [sys.executable, *sys.orig_argv[1:]]
-        if "--folder" not in command:
-            command += ["--folder", str(folder)]
-        os.execve(sys.executable, command, env)
-    return Shim(control)
-
-
-def run(args: argparse.Namespace, folder: Path) -> int:
-    """Run the cases in this process, below the shim."""
-    shim = under_shim(folder)
-    subject = make_subject(args.subject, args.engine)
-    zygote = Zygote() if shim else None
-    campaign = Campaign(subject, folder, shim, zygote)
-    dealt = [deal(args.seed, args.case)] if args.case is not None else cases(args.seed, args.count, args.first)
-    rows: list[Row] = []
-    started = time.monotonic()
-    try:
-        for case in dealt:
-            if args.kind and case.fault.name != args.kind:
-                continue
-            row = campaign.run(case)
-            if row is None:
-                continue
-            rows.append(row)
-            if args.rows:
-                with args.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({k: v for k, v in asdict(row).items() if k != "story"}) + "\n")
-            if args.case is not None or (row.complaints and args.subject == "rewarm"):
-                tell(args, row)
-    finally:
-        campaign.close()
-        if zygote:
-            zygote.close()
-    failed = sum(bool(row.complaints) for row in rows)
-    report = {
-        "subject": subject.name, "seed": args.seed, "cases": len(rows), "injected": sum(r.fired for r in rows),
-        "wrong_blocks_served": sum(r.wrong for r in rows),
-        "cases_with_wrong_bytes": sum(r.wrong + r.wrong_again > 0 for r in rows), "failed_cases": failed,
-        "seconds": round(time.monotonic() - started, 1), "kinds": summary(rows),
-    }  # fmt: skip
-    print(json.dumps(report, indent=1))
-    return 1 if failed else 0
-
-
-def tell(args: argparse.Namespace, row: Row) -> None:
-    """A case's story on stderr, and the command that repeats it."""
-    again = f"python tests/fault/campaign.py --subject {args.subject} --engine {args.engine} --seed {args.seed}"
-    print(f"case {row.case} ({row.fault}): {'; '.join(row.complaints) or 'as it should be'}", file=sys.stderr)
-    print("\n".join(f"    {line}" for line in row.story), file=sys.stderr)
-    print(f"    repeat: {again} --case {row.case}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """The faults, as data, and the seeded generator that deals them.
 
 A case is a number and a campaign seed, nothing else: ``deal(seed, number)`` gives the same case on every machine, so
-that a failing case is repeated with ``python tests/fault/campaign.py --seed S --case N``. Each block of 100 numbers
+that a failing case is repeated with ``python tests/fault/run.py --seed S --case N``. Each block of 100 numbers
 holds every kind in the shares below, shuffled.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -90,7 +90,7 @@ class Fault:
     phase: Phase
     effect: Effect
     says: str
-    """One line of docs/reference/faults.md."""
+    """Its line in docs/guides/faults.md."""
     damage: Damage | None = None
     order: Order | None = None
     needs_header: bool = False
@@ -130,7 +130,7 @@ def _flip_many(rng: random.Random, record: Record) -> None:
 
 def _truncate(rng: random.Random, record: Record) -> None:
     size = record.layout.file_bytes
-    pages = [n for n in range(0, size, 4096)]
+    pages = range(0, size, 4096)
     new = rng.choice([0, 1, size - 1, rng.randrange(size), rng.choice(pages), max(record.layout.header_bytes, 1)])
     with record.path.open("r+b") as file:
         file.truncate(min(new, size - 1))
@@ -200,41 +200,54 @@ def _replace(kind: str) -> Damage:
     return damage
 
 
-_REST, _LOAD, _STORE = Phase.AT_REST, Phase.LOAD, Phase.STORE
 _DAMAGE, _ABSENT, _ERROR, _HARMLESS = Effect.DAMAGE, Effect.ABSENT, Effect.ERROR, Effect.HARMLESS
 
+
+def _rest(name: str, share: int, says: str, damage: Damage, effect: Effect = _DAMAGE, header: bool = False) -> Fault:
+    return Fault(name, share, Phase.AT_REST, effect, says, damage, needs_header=header)
+
+
+def _load(name: str, share: int, effect: Effect, says: str, action: Action, ops: Op = Op.READ, error: int = 0) -> Fault:
+    return Fault(name, share, Phase.LOAD, effect, says, order=Order(action, ops, error))
+
+
+def _store(name: str, share: int, effect: Effect, says: str, action: Action, error: int = 0) -> Fault:
+    order = Order(action, Op.STORE, error, times=0) if error else Order(action, Op.WRITE)
+    return Fault(name, share, Phase.STORE, effect, says, order=order)
+
+
 FAULTS: tuple[Fault, ...] = (
-    Fault("flip-header", 9, _REST, _DAMAGE, "a bit flips in the header page", _flip_header, needs_header=True),
-    Fault("flip-payload", 11, _REST, _DAMAGE, "a bit flips in the payload", _flip_payload),
-    Fault("flip-padding", 4, _REST, _DAMAGE, "a bit flips in the padding", _flip_padding, needs_header=True),
-    Fault("flip-many", 2, _REST, _DAMAGE, "2 to 64 bits flip", _flip_many),
-    Fault("truncate", 7, _REST, _DAMAGE, "the file is cut short", _truncate),
-    Fault("swap", 4, _REST, _DAMAGE, "two records' files are swapped", _swap),
-    Fault("alien-key", 2, _REST, _DAMAGE, "another record's bytes under this name", _borrow("sibling")),
-    Fault("alien-namespace", 3, _REST, _DAMAGE, "the same key's record of another model", _borrow("stranger")),
-    Fault("zero-pages", 4, _REST, _DAMAGE, "pages read as zeros", _zero_pages),
-    Fault("zero-file", 1, _REST, _DAMAGE, "the whole file reads as zeros", _zero_all),
-    Fault("torn", 2, _REST, _DAMAGE, "the start of one write, the end of another", _torn),
-    Fault("noise", 1, _REST, _DAMAGE, "random bytes instead of a record", _noise),
-    Fault("version", 2, _REST, _DAMAGE, "a header of an unknown version", _reseal("version"), needs_header=True),
-    Fault("reseal", 3, _REST, _DAMAGE, "a header field is wrong, its checksum right", _reseal("any"), needs_header=True),
-    Fault("missing", 1, _REST, _ABSENT, "the file is gone", _remove),
-    Fault("directory", 1, _REST, _ERROR, "a directory in place of the file", _replace("directory")),
-    Fault("link", 1, _REST, _DAMAGE, "a link to another record in place of the file", _replace("link")),
-    Fault("link-nowhere", 1, _REST, _ABSENT, "a link to nowhere in place of the file", _replace("nowhere")),
-    Fault("read-eio", 3, _LOAD, _ERROR, "EIO from a read", order=Order(Action.FAIL, Op.READ, errno.EIO)),
-    Fault("open-eio", 1, _LOAD, _ERROR, "EIO from an open", order=Order(Action.FAIL, Op.OPEN, errno.EIO)),
-    Fault("open-emfile", 1, _LOAD, _ERROR, "no descriptor left", order=Order(Action.FAIL, Op.OPEN, errno.EMFILE)),
-    Fault("read-short", 2, _LOAD, _HARMLESS, "a read returns half, then goes on", order=Order(Action.SHORT, Op.READ)),
-    Fault("read-eintr", 1, _LOAD, _HARMLESS, "a signal interrupts a read", order=Order(Action.FAIL, Op.READ, errno.EINTR)),
-    Fault("read-end", 2, _LOAD, _DAMAGE, "a read finds the end too early", order=Order(Action.END, Op.READ)),
-    Fault("read-flip", 3, _LOAD, _DAMAGE, "a bit flips on the way from the device", order=Order(Action.FLIP, Op.READ)),
-    Fault("read-stale", 2, _LOAD, _DAMAGE, "a read claims success and moves nothing", order=Order(Action.STALE, Op.READ)),
-    Fault("store-enospc", 4, _STORE, _ABSENT, "ENOSPC at a step of a store", order=Order(Action.FAIL, Op.STORE, errno.ENOSPC, 0)),
-    Fault("store-eio", 2, _STORE, _ABSENT, "EIO at a step of a store", order=Order(Action.FAIL, Op.STORE, errno.EIO, 0)),
-    Fault("store-short", 1, _STORE, _HARMLESS, "a write takes half, then goes on", order=Order(Action.SHORT, Op.WRITE)),
-    Fault("store-flip", 2, _STORE, _DAMAGE, "a bit flips on the way to the device", order=Order(Action.FLIP, Op.WRITE)),
-    Fault("store-lost", 2, _STORE, _DAMAGE, "a write claims success and stores nothing", order=Order(Action.DROP, Op.WRITE)),
+    _rest("flip-header", 9, "a bit flips in the header page", _flip_header, header=True),
+    _rest("flip-payload", 11, "a bit flips in the payload", _flip_payload),
+    _rest("flip-padding", 4, "a bit flips in the padding", _flip_padding, header=True),
+    _rest("flip-many", 2, "2 to 64 bits flip", _flip_many),
+    _rest("truncate", 7, "the file is cut short", _truncate),
+    _rest("swap", 4, "two records' files are swapped", _swap),
+    _rest("alien-key", 2, "another record's bytes under this name", _borrow("sibling")),
+    _rest("alien-namespace", 3, "the same key's record of another model", _borrow("stranger")),
+    _rest("zero-pages", 4, "pages read as zeros", _zero_pages),
+    _rest("zero-file", 1, "the whole file reads as zeros", _zero_all),
+    _rest("torn", 2, "the start of one write, the end of another", _torn),
+    _rest("noise", 1, "random bytes instead of a record", _noise),
+    _rest("version", 2, "a header of an unknown version", _reseal("version"), header=True),
+    _rest("reseal", 3, "a header field is wrong, its checksum right", _reseal("any"), header=True),
+    _rest("missing", 1, "the file is gone", _remove, _ABSENT),
+    _rest("directory", 1, "a directory in place of the file", _replace("directory"), _ERROR),
+    _rest("link", 1, "a link to another record in place of the file", _replace("link")),
+    _rest("link-nowhere", 1, "a link to nowhere in place of the file", _replace("nowhere"), _ABSENT),
+    _load("read-eio", 3, _ERROR, "EIO from a read", Action.FAIL, error=errno.EIO),
+    _load("open-eio", 1, _ERROR, "EIO from an open", Action.FAIL, Op.OPEN, errno.EIO),
+    _load("open-emfile", 1, _ERROR, "no descriptor left", Action.FAIL, Op.OPEN, errno.EMFILE),
+    _load("read-short", 2, _HARMLESS, "a read returns half, then goes on", Action.SHORT),
+    _load("read-eintr", 1, _HARMLESS, "a signal interrupts a read", Action.FAIL, error=errno.EINTR),
+    _load("read-end", 2, _DAMAGE, "a read finds the end too early", Action.END),
+    _load("read-flip", 3, _DAMAGE, "a bit flips on the way from the device", Action.FLIP),
+    _load("read-stale", 2, _DAMAGE, "a read claims success and moves nothing", Action.STALE),
+    _store("store-enospc", 4, _ABSENT, "ENOSPC from a step of a store on", Action.FAIL, errno.ENOSPC),
+    _store("store-eio", 2, _ABSENT, "EIO from a step of a store on", Action.FAIL, errno.EIO),
+    _store("store-short", 1, _HARMLESS, "a write takes half, then goes on", Action.SHORT),
+    _store("store-flip", 2, _DAMAGE, "a bit flips on the way to the device", Action.FLIP),
+    _store("store-lost", 2, _DAMAGE, "a write claims success and stores nothing", Action.DROP),
     Fault("kill-store", 7, Phase.KILL_STORE, _ABSENT, "kill -9 at a file operation of a store"),
     Fault("kill-evict", 4, Phase.KILL_EVICT, _ABSENT, "kill -9 at a file operation of an eviction"),
     Fault("kill-import", 4, Phase.KILL_IMPORT, _ABSENT, "kill -9 at a file operation of an import"),
@@ -262,8 +275,3 @@ def deal(seed: int, number: int) -> Case:
     deck = list(_DECK)
     random.Random(f"rewarm deck {seed} {number // 100}").shuffle(deck)
     return Case(seed, number, BY_NAME[deck[number % 100]])
-
-
-def cases(seed: int, count: int, first: int = 0) -> Iterator[Case]:
-    """``count`` cases from ``first`` on."""
-    return (deal(seed, number) for number in range(first, first + count))

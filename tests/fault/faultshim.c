@@ -3,7 +3,7 @@
  * parent reads them after its child was killed. Control: faultshim.py, which has the same layout.
  */
 #define _GNU_SOURCE
-#include <dlfcn.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -30,7 +30,7 @@
 #define SHIM_MKDIR (1u << 6)
 #define SHIM_SYNC (1u << 7)
 #define SHIM_TRUNCATE (1u << 8)
-#define SHIM_RING (1u << 9)
+#define SHIM_STAT (1u << 9)
 
 enum action { COUNT, FAIL, KILL_BEFORE, KILL_AFTER, KILL_MID, SHORT, END, FLIP, DROP, STALE, HANG };
 
@@ -138,10 +138,6 @@ static void hold(void) {
         return (int)result;                             \
     } while (0)
 
-#define REAL(TYPE, NAME)                                        \
-    static TYPE (*real_##NAME);                                 \
-    if (!real_##NAME) real_##NAME = dlsym(RTLD_NEXT, #NAME)
-
 /* Opening */
 
 static int shim_open(int dirfd, const char *path, int flags, mode_t mode) {
@@ -177,6 +173,39 @@ int __open64_2(const char *path, int flags) { return shim_open(AT_FDCWD, path, f
 int __openat_2(int dirfd, const char *path, int flags) { return shim_open(dirfd, path, flags, 0); }
 int __openat64_2(int dirfd, const char *path, int flags) { return shim_open(dirfd, path, flags, 0); }
 int creat(const char *path, mode_t mode) { return shim_open(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
+DIR *opendir(const char *path) {
+    int fd = shim_open(AT_FDCWD, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+    return fd < 0 ? NULL : fdopendir(fd);
+}
+
+/* Looking */
+
+static int shim_stat(int dirfd, const char *name, struct stat *out, int flags) {
+    char path[PATH_MAX];
+    full_path(dirfd, name, path);
+    WHOLE(SHIM_STAT, "stat", path, syscall(SYS_newfstatat, dirfd, name, out, flags));
+}
+int stat(const char *name, struct stat *out) { return shim_stat(AT_FDCWD, name, out, 0); }
+int lstat(const char *name, struct stat *out) { return shim_stat(AT_FDCWD, name, out, AT_SYMLINK_NOFOLLOW); }
+int fstatat(int dirfd, const char *name, struct stat *out, int flags) { return shim_stat(dirfd, name, out, flags); }
+int stat64(const char *name, struct stat64 *out) { return shim_stat(AT_FDCWD, name, (struct stat *)out, 0); }
+int lstat64(const char *name, struct stat64 *out) {
+    return shim_stat(AT_FDCWD, name, (struct stat *)out, AT_SYMLINK_NOFOLLOW);
+}
+int fstatat64(int dirfd, const char *name, struct stat64 *out, int flags) {
+    return shim_stat(dirfd, name, (struct stat *)out, flags);
+}
+
+static int shim_access(int dirfd, const char *name, int mode) {
+    char path[PATH_MAX];
+    full_path(dirfd, name, path);
+    WHOLE(SHIM_STAT, "access", path, syscall(SYS_faccessat, dirfd, name, mode));
+}
+int access(const char *name, int mode) { return shim_access(AT_FDCWD, name, mode); }
+int faccessat(int dirfd, const char *name, int mode, int flags) {
+    (void)flags;
+    return shim_access(dirfd, name, mode);
+}
 
 /* Moving bytes: every call ends in one vectored call at an offset, or at the file's position where offset is -1. */
 

@@ -28,7 +28,7 @@ class Op(IntFlag):
     MKDIR = 64
     SYNC = 128
     TRUNCATE = 256
-    RING = 512
+    STAT = 512
     STORE = OPEN | WRITE | ALLOCATE | RENAME | MKDIR | SYNC | TRUNCATE
     CHANGE = STORE | UNLINK
     ANY = 1023
@@ -69,7 +69,7 @@ def missing() -> str:
 def build(folder: Path) -> Path:
     """Compile the shim into a folder; returns the library."""
     library = folder / "faultshim.so"
-    command = ["gcc", "-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-o", str(library), "-ldl"]
+    command = ["gcc", "-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True, timeout=120)
     return library
 
@@ -107,7 +107,8 @@ class Shim:
         """From now on act on the nth to (nth+times-1)th counted operation; times=0: on all from the nth."""
         c = self._control
         c.armed = 0
-        c.mask, c.nth, c.times, c.action, c.error, c.random = int(ops), nth, times, int(action), error, random & 0x7FFFFFFF
+        c.mask, c.nth, c.times, c.action, c.error = int(ops), nth, times, int(action), error
+        c.random = random & 0x7FFFFFFF
         c.prefix, c.infix = os.fsencode(prefix), infix.encode()
         c.seen = c.fired = c.release = 0
         c.armed = 1

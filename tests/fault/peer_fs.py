@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from faultlist import Layout, Record
-from server import POISON, derived_block
+from mini_server import POISON, derived_block
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +29,8 @@ def _spec(model: str) -> Any:
         parallel=SimpleNamespace(
             tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, world_size=1, is_parallelism_agnostic=False
         ),
-        model=SimpleNamespace(name=model, dtype="float32"), cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=4),
+        model=SimpleNamespace(name=model, dtype="float32"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=4),
         canonical_layout=False, kv_cache_layout=None, replicated_layout=False, extra_config={},
     )  # fmt: skip
     return SimpleNamespace(config=config, blocks_per_chunk=4, kv_events_config=None)
@@ -83,9 +83,8 @@ class FsTier:
             return 0, 0
         result = self._run("submit_load", chunks[:hits])
         good = hits if result.success else len(result.successful_keys or ())
-        wrong = sum(
-            not np.array_equal(self.primary[i], derived_block(chunks[i], CHUNK_BYTES // 4, self.model)) for i in range(good)
-        )
+        want = [derived_block(chunk, CHUNK_BYTES // 4, self.model) for chunk in chunks[:good]]
+        wrong = sum(not np.array_equal(self.primary[i], want[i]) for i in range(good))
         return good, wrong
 
     def _lookup(self, chunks: list[bytes]) -> int:

@@ -1,4 +1,4 @@
-"""vLLM's fs tier as a subject of the campaign; its counts go into the table of docs/reference/faults.md."""
+"""vLLM's fs tier as a subject of the campaign; its counts go into the table of docs/guides/faults.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm.v1.kv_offload.tiering.fs.manager  # noqa: F401 - now, so that forked children need not
-
 from campaign import Outcome
 from faultlist import Fault, Phase, Record
 from peer_fs import FsTier
@@ -78,7 +77,7 @@ class FsSubject:
 
     def untidy(self) -> list[str]:
         """Temporary files that nobody will remove."""
-        left = [path for path in self.root.rglob("*.tmp")]
+        left = list(self.root.rglob("*.tmp"))
         for path in left:
             path.unlink()
         return [f"{len(left)} temporary files left for ever"] if left else []

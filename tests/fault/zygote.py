@@ -1,4 +1,4 @@
-"""Children that may be killed, quickly: a process that has imported everything and opened nothing, and forks on request.
+"""Children that may be killed, quickly: a process that has imported all and opened nothing, and forks on request.
 
 It is forked off before any thread or engine exists, so that its children start from a plain single-threaded state.
 """
@@ -61,7 +61,8 @@ class Zygote:
         if not ready:
             raise AssertionError(f"waited {limit_s + 10} s for a child that runs {job.__name__}")
         (status,) = _LENGTH.unpack(os.read(self._from[0], _LENGTH.size))
-        return Death(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, os.waitstatus_to_exitcode(status))
+        code = os.waitstatus_to_exitcode(status)
+        return Death(code == -signal.SIGKILL, code)
 
     def close(self) -> None:
         """End the zygote."""

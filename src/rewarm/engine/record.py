@@ -87,7 +87,7 @@ def parse_header(page: bytes) -> RecordHeader:
     _, _, version, _, kind, payload_bytes, piece_bytes, count, key, namespace_id, created_ns = _HEAD.unpack_from(page)
     if version != FORMAT_VERSION:
         raise FormatVersionError("record", found=version, known=FORMAT_VERSION)
-    if kind != CHECKSUM_CRC32C or count > MAX_PIECES or piece_bytes < PAGE_BYTES or piece_bytes % PAGE_BYTES:
+    if kind != CHECKSUM_CRC32C or count > MAX_PIECES or piece_bytes < 2 * PAGE_BYTES or piece_bytes % PAGE_BYTES:
         raise DamageError("header page fields contradict each other")
     if payload_bytes > MAX_PIECES * piece_bytes or count != num_pieces(payload_bytes, piece_bytes):
         raise DamageError("header page fields contradict each other")

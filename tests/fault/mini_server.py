@@ -1,5 +1,5 @@
-"""A server in miniature: vLLM's real scheduler and KV cache manager, a connector's two real halves, and a model that writes
-bytes derived from each KV block's key where attention would write keys and values.
+"""A server in miniature: vLLM's real scheduler and KV cache manager, a connector's two real halves, and a model that
+writes bytes derived from each KV block's key where attention would write keys and values.
 
 The model also reads: before it "computes" the tokens of a step, it compares every block that the scheduler counts as
 computed with the bytes that its key demands. That is what attention would read, so one differing byte here is one wrong
@@ -67,12 +67,12 @@ class Served:
 
     num_prompt_blocks: int
     good_blocks: int = 0
-    """Blocks that the scheduler counted as computed when it first let the model run: loaded, or cached on the device."""
+    """Blocks that the scheduler counted as computed when it first ran the model: loaded, or cached on the device."""
     wrong_blocks: int = 0
     """Of those, blocks with a byte that their key does not demand."""
     failed_blocks: int = 0
     """Blocks that the worker reported as failed to load."""
-    
+
 
 @dataclass
 class _Live:
@@ -123,10 +123,10 @@ class MiniServer:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.forward_context import get_forward_context, set_forward_context
+        from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
-        from vllm.utils.hashing import sha256
 
         self.model = model
         self.kv_cache_config = make_kv_cache_config(num_blocks)
@@ -142,7 +142,8 @@ class MiniServer:
         page = (num_blocks, NUM_KV_HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         self.kv_caches = {name: torch.zeros(page, dtype=torch.float32) for name in names}
-        self._words = [t.view(num_blocks, -1).view(torch.int32).numpy().view(np.uint32) for t in self.kv_caches.values()]
+        flat = [cache.view(num_blocks, -1).view(torch.int32) for cache in self.kv_caches.values()]
+        self._words = [words.numpy().view(np.uint32) for words in flat]
         self.page_words = self._words[0].shape[1]
         self.worker.register_kv_caches(self.kv_caches)
         with set_forward_context(None, vllm_config):

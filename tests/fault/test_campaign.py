@@ -1,0 +1,50 @@
+"""Faults on real files, each block that is reported good compared with the bytes that its key demands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import faultshim
+import pytest
+from faultlist import FAULTS, deal
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(bool(faultshim.missing()), reason=faultshim.missing()),
+]
+PROGRAM = Path(__file__).with_name("run.py")
+
+
+def campaign(*arguments: str, limit_s: float = 600) -> tuple[dict[str, Any], str]:
+    """The report of a campaign, and the stories of cases that are not as they should be."""
+    pytest.importorskip("vllm", reason="needs vLLM's own classes")
+    command = [sys.executable, str(PROGRAM), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.stdout, done.stderr[-4000:]
+    return json.loads(done.stdout), done.stderr
+
+
+def test_each_hundred_holds_every_kind_and_a_number_gives_the_same_case_again() -> None:
+    for block in (0, 7):
+        dealt = [deal(1, number) for number in range(block * 100, block * 100 + 100)]
+        assert {case.fault for case in dealt} == set(FAULTS)
+        assert dealt == [deal(1, number) for number in range(block * 100, block * 100 + 100)]
+        assert dealt != [deal(2, number) for number in range(block * 100, block * 100 + 100)]
+    case = deal(1, 42)
+    assert case.rng().random() == case.rng().random()
+
+
+def test_the_campaign_sees_wrong_bytes_where_a_tier_checks_nothing() -> None:
+    """vLLM's fs tier believes what lies under a name: the campaign's eyes are open, and the shim strikes."""
+    report, _ = campaign("--subject", "vllm-fs", "--count", "100")
+    assert report["injected"] == 100
+    kinds = report["kinds"]
+    for name in ("flip-payload", "swap", "alien-key", "alien-namespace", "zero-file", "read-flip", "store-flip"):
+        assert kinds[name]["cases_with_wrong_bytes"] == kinds[name]["injected"] > 0, name
+    for name in ("missing", "read-eio", "store-eio", "kill-store"):
+        assert kinds[name]["injected"] > 0, name
+        assert kinds[name]["wrong_blocks_served"] == 0, name
