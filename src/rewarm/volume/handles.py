@@ -1,0 +1,185 @@
+"""What a namespace's load, store and probe give back."""
+
+from __future__ import annotations
+
+import errno
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from rewarm.engine.base import Completion
+from rewarm.errors import BusyError
+
+
+class Outcome(IntEnum):
+    """How a load of one record ended, worst last. Only HIT delivered a byte."""
+
+    HIT = 0
+    MISS = 1
+    """No such record."""
+    DAMAGED = 2
+    """The file's bytes are not the record's: the same as a miss to the caller, and a counter."""
+    IO_ERROR = 3
+    TIMEOUT = 4
+    """Given up at the deadline, or cancelled."""
+
+
+_OUTCOMES = {
+    0: Outcome.HIT,
+    errno.ENOENT: Outcome.MISS,
+    errno.EBADMSG: Outcome.DAMAGED,
+    errno.ETIMEDOUT: Outcome.TIMEOUT,
+    errno.ECANCELED: Outcome.TIMEOUT,
+}
+
+
+def outcome_of(result: int) -> Outcome:
+    """What an engine's result means for a record."""
+    return _OUTCOMES.get(result, Outcome.IO_ERROR)
+
+
+Note = Callable[[int, int], None]
+"""(index, result) of a transfer that ended."""
+
+
+class Part:
+    """The transfers of a handle that one completion carries."""
+
+    def __init__(self, completion: Completion, indices: Sequence[int], note: Note) -> None:
+        self.completion = completion
+        self.indices = indices
+        self.note = note
+
+
+class _Handle:
+    """Several completions seen as one. One thread calls it."""
+
+    def __init__(self, count: int, parts: Sequence[Part]) -> None:
+        self._parts = list(parts)
+        self._results = [errno.ENOENT] * count
+        self._taken: list[int] = []
+        self._epoll: select.epoll | None = None
+
+    def done(self) -> bool:
+        """True once no I/O can touch the caller's memory any more."""
+        self._collect()
+        return all(part.completion.done() for part in self._parts)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until done, without the GIL. Returns done()."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for part in self._parts:
+            if not part.completion.wait(None if end is None else max(0.0, end - time.monotonic())):
+                return False
+        self._collect()
+        return True
+
+    def cancel(self) -> None:
+        """End what has not ended, by the rules of engine.base.Completion.cancel."""
+        for part in self._parts:
+            part.completion.cancel()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something ended; -1: nothing is under way. Closed with the handle."""
+        if len(self._parts) <= 1:
+            return self._parts[0].completion.fileno() if self._parts else -1
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            for part in self._parts:
+                self._epoll.register(part.completion.fileno(), select.EPOLLIN)
+        return self._epoll.fileno()
+
+    def _collect(self) -> None:
+        for part in self._parts:
+            for position, result in part.completion.take():
+                index = part.indices[position]
+                self._results[index] = result
+                self._taken.append(index)
+                part.note(index, result)
+
+    def _final(self) -> list[int]:
+        if not self.done():
+            raise BusyError("the batch is not done", hint="wait() for it first")
+        self._collect()
+        return self._results
+
+
+class LoadHandle(_Handle):
+    """A load of N records that is under way."""
+
+    def __init__(self, count: int, parts: Sequence[Part], refused: Sequence[int]) -> None:
+        """
+        Args:
+            count: Records asked for.
+            parts: Those that are being read.
+            refused: Indices that no root could be asked for now; they end as IO_ERROR.
+        """
+        super().__init__(count, parts)
+        for index in refused:
+            self._results[index] = errno.EIO
+        self._taken += refused
+
+    def take(self) -> list[tuple[int, Outcome]]:
+        """(index, outcome) of records that ended since the last take, in the order in which they ended."""
+        self._collect()
+        taken, self._taken = self._taken, []
+        return [(index, outcome_of(self._results[index])) for index in taken]
+
+    def results(self) -> list[Outcome]:
+        """N outcomes. Call when done; BusyError before."""
+        return [outcome_of(result) for result in self._final()]
+
+    def slot_address(self, index: int) -> int:
+        """Address of the payload of a ToSlot record that is a HIT; the caller's until release(index)."""
+        part, position = self._find(index)
+        return part.completion.slot_address(position)
+
+    def release(self, index: int) -> None:
+        """Give the slot of a ToSlot record back to the ring."""
+        part, position = self._find(index)
+        part.completion.release(position)
+
+    def _find(self, index: int) -> tuple[Part, int]:
+        for part in self._parts:
+            if index in part.indices:
+                return part, part.indices.index(index)
+        raise IndexError(index)
+
+
+class ProbeHandle(_Handle):
+    """A look into the file system that is under way; what it finds is in the index once it is done."""
+
+
+class StoreHandle:
+    """A store of N records that is under way; a thread of the volume brings it to its end."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._results: list[bool | None] = [None] * count
+        self._open = count
+
+    def done(self) -> bool:
+        """True once the payload memory is the caller's again."""
+        return self._open == 0
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until done. Returns done()."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open == 0, timeout_s)
+
+    def results(self) -> list[bool]:
+        """Whether each of the N records is in the volume now. Call when done; BusyError before."""
+        if self._open:
+            raise BusyError("the batch is not done", hint="wait() for it first")
+        return [bool(result) for result in self._results]
+
+    def settle(self, index: int, *, is_stored: bool) -> None:
+        """The volume's: one record has come to its end."""
+        with self._changed:
+            if self._results[index] is None:
+                self._results[index] = is_stored
+                self._open -= 1
+                if not self._open:
+                    self._changed.notify_all()

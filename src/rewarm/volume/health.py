@@ -1,0 +1,72 @@
+"""Whether a root is used now: one that fails or hangs is left alone for a while, longer each time."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+_OF_THE_DEVICE = {
+    errno.EIO,
+    errno.ETIMEDOUT,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+}
+"""Errors that speak of the root, not of one record."""
+
+
+class Pause:
+    """A way that is closed after an error, for a time that doubles until it works again. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._next_s = FIRST_PAUSE_S
+
+    @property
+    def is_on(self) -> bool:
+        """Whether to stay away now; when the time is over, the next user tries."""
+        return self._until > 0 and self._clock() < self._until
+
+    def failed(self) -> None:
+        """It did not work: stay away. Failures during a pause belong to the same trouble."""
+        with self._lock:
+            if not self.is_on:
+                self._until = self._clock() + self._next_s
+                self._next_s = min(2 * self._next_s, MAX_PAUSE_S)
+
+    def worked(self) -> None:
+        """It works."""
+        if self._until > 0 and not self.is_on:
+            with self._lock:
+                self._until, self._next_s = 0.0, FIRST_PAUSE_S
+
+
+class RootHealth:
+    """Of one root."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.loads = Pause(clock)
+        self.stores = Pause(clock)
+
+    def note_load(self, result: int) -> None:
+        """Learn from the result of a read or a probe: 0 or errno."""
+        if result in _OF_THE_DEVICE:
+            self.loads.failed()
+        elif result in {0, errno.ENOENT}:
+            self.loads.worked()
+
+    def note_store(self, result: int) -> None:
+        """Learn from the result of a write: 0 or errno."""
+        if result == 0:
+            self.stores.worked()
+        elif result != errno.ECANCELED:
+            self.stores.failed()

@@ -1,0 +1,108 @@
+"""Which records a process knows to be there: eight bytes a record, looked up without a system call.
+
+An open-addressed table of 64-bit fingerprints of the keys. A fingerprint may stand for two keys (once in 2**64 / n):
+the record's header has the whole key, so the worst that follows is a load that ends as a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_MIN_SLOTS = 1024
+_MAX_LOAD = 0.6
+
+
+def fingerprint(key: bytes) -> int:
+    """64 bits of a 32-byte key, never 0: le64(key[0:8]) ^ rotl64(le64(key[24:32]), 1)."""
+    tail = int.from_bytes(key[24:32], "little")
+    return (int.from_bytes(key[:8], "little") ^ (tail << 1 & _U64 | tail >> 63)) or 1
+
+
+class KeyIndex:
+    """A set of keys. ``contains`` takes no lock: while another thread changes the table it may miss a key, never
+    invent one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._table = array("Q", bytes(8 * _MIN_SLOTS))
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory that the table takes."""
+        return len(self._table) * 8
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the key was added and not removed since."""
+        table = self._table
+        mask = len(table) - 1
+        tail = int.from_bytes(key[24:32], "little")
+        wanted = (int.from_bytes(key[:8], "little") ^ (tail << 1 & _U64 | tail >> 63)) or 1
+        slot = wanted & mask
+        while True:
+            found = table[slot]
+            if found == wanted:
+                return True
+            if not found:
+                return False
+            slot = (slot + 1) & mask
+
+    def add(self, key: bytes) -> None:
+        """Add one key."""
+        self.add_fingerprints((fingerprint(key),))
+
+    def add_fingerprints(self, fingerprints: Iterable[int]) -> None:
+        """Add many."""
+        with self._lock:
+            for wanted in fingerprints:
+                if self._count + 1 > len(self._table) * _MAX_LOAD:
+                    self._grow()
+                self._count += _insert(self._table, wanted or 1)
+
+    def discard(self, key: bytes) -> None:
+        """Remove one key if it is there; what lay behind it moves up, so that no hole cuts a chain."""
+        with self._lock:
+            table = self._table
+            mask = len(table) - 1
+            wanted = fingerprint(key)
+            slot = wanted & mask
+            while table[slot] != wanted:
+                if not table[slot]:
+                    return
+                slot = (slot + 1) & mask
+            self._count -= 1
+            hole = slot
+            while True:
+                slot = (slot + 1) & mask
+                value = table[slot]
+                if not value:
+                    break
+                if (slot - (value & mask)) & mask >= (slot - hole) & mask:
+                    table[hole] = value
+                    hole = slot
+            table[hole] = 0
+
+    def _grow(self) -> None:
+        table = array("Q", bytes(16 * len(self._table)))
+        for value in self._table:
+            if value:
+                _insert(table, value)
+        self._table = table
+
+
+def _insert(table: array[int], wanted: int) -> bool:
+    mask = len(table) - 1
+    slot = wanted & mask
+    while table[slot]:
+        if table[slot] == wanted:
+            return False
+        slot = (slot + 1) & mask
+    table[slot] = wanted
+    return True

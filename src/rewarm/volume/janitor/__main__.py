@@ -1,0 +1,46 @@
+"""The child process: one thread a root, until the parent is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+
+from rewarm.errors import RewarmError
+from rewarm.volume.janitor.root import RootJanitor
+
+_PARENT_STEP_S = 1.0
+_END_WAIT_S = 8.0
+
+
+def main() -> int:
+    """``PARENT_PID ROOT...``; exit code 0, or 4 when no root could be looked after."""
+    logging.basicConfig(level=logging.WARNING, format="rewarm janitor: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server; its end is ours
+    parent, roots = int(sys.argv[1]), sys.argv[2:]
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: ended.set())
+    threads = []
+    for root in roots:
+        try:
+            janitor = RootJanitor(root)
+        except (OSError, RewarmError) as error:
+            logging.getLogger(__name__).warning("%s: %s", root, error)
+            continue
+        thread = threading.Thread(target=janitor.run, args=(ended.wait,), name=root, daemon=True)
+        thread.start()
+        threads.append(thread)
+    while not ended.is_set() and os.getppid() == parent and any(thread.is_alive() for thread in threads):
+        if select.select([sys.stdin], [], [], _PARENT_STEP_S)[0]:
+            break
+    ended.set()
+    for thread in threads:
+        thread.join(_END_WAIT_S)
+    return 0 if threads else 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())

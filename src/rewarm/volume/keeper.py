@@ -1,0 +1,214 @@
+"""The thread that stores on one root: reserves room, writes, keeps the log. It waits for the disk, nobody for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rewarm.engine.base import Priority, WriteRecord
+from rewarm.errors import RewarmError
+from rewarm.volume.session import Did
+from rewarm.volume.usage import UsageFile
+
+if TYPE_CHECKING:
+    from rewarm.volume.handles import StoreHandle
+    from rewarm.volume.namespace import Namespace
+    from rewarm.volume.root import Root
+    from rewarm.volume.volume import Volume
+
+MAX_BATCH_RECORDS = 64
+ROOM_WAIT_S = 1.0
+"""How long a store waits for the janitor to make room before it is given up."""
+_ROOM_STEP_S = 0.01
+HOUSEKEEPING_S = 1.0
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreItem:
+    """One record that waits to be written."""
+
+    namespace: Namespace
+    key: bytes
+    address: int
+    handle: StoreHandle
+    index: int
+
+    def settle(self, *, is_stored: bool) -> None:
+        """Tell the caller."""
+        self.handle.settle(self.index, is_stored=is_stored)
+
+
+class Keeper:
+    """Of one root that is written to."""
+
+    def __init__(self, volume: Volume, number: int, housekeep: Callable[[], None]) -> None:
+        """
+        Args:
+            volume: Its volume.
+            number: Of the root in it.
+            housekeep: Called about once a second.
+        """
+        self._volume = volume
+        self._number = number
+        self._root: Root = volume.roots[number]
+        self._usage: UsageFile = self._root.usage
+        self._housekeep = housekeep
+        self._queue: queue.SimpleQueue[StoreItem | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"rewarm-store-{number}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: StoreItem) -> None:
+        """Queue a record; returns at once."""
+        self._queue.put(item)
+
+    def close(self, timeout_s: float) -> bool:
+        """End after what is queued by now; what is not written in time is given up. False: it hangs in the disk."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        self._stop.set()
+        self._thread.join(timeout_s / 2)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        next_housekeeping = time.monotonic()
+        is_open = True
+        while is_open:
+            items, is_open = self._next()
+            try:
+                self._store(items)
+            except (OSError, RewarmError) as error:
+                self._root.health.note_store(getattr(error, "errno", None) or errno.EIO)
+            finally:
+                for item in items:  # whatever happened, nobody waits for ever; the settled ones stay as they are
+                    item.settle(is_stored=False)
+            if time.monotonic() >= next_housekeeping or not is_open:
+                self._flush()
+                self._housekeep()
+                next_housekeeping = time.monotonic() + HOUSEKEEPING_S
+
+    def _next(self) -> tuple[list[StoreItem], bool]:
+        """What is queued, up to a batch; False: the last there will be."""
+        items: list[StoreItem] = []
+        with suppress(queue.Empty):
+            item = self._queue.get(timeout=HOUSEKEEPING_S)
+            while item is not None:
+                items.append(item)
+                if len(items) == MAX_BATCH_RECORDS:
+                    return items, True
+                item = self._queue.get_nowait()
+            return items, False
+        return items, True
+
+    def _store(self, items: Sequence[StoreItem]) -> None:
+        if not items or self._stop.is_set() or self._root.health.stores.is_on:
+            return
+        if not self._root.is_mounted():
+            self._root.health.note_store(errno.ENODEV)
+            return
+        by_namespace: dict[bytes, list[StoreItem]] = {}
+        for item in items:
+            if self._is_there(item):
+                self._learn(item)
+            else:
+                by_namespace.setdefault(item.namespace.id, []).append(item)
+        for group in by_namespace.values():
+            full = self._write(group, self._reserve(group))
+            if full and not self._stop.is_set():
+                self._make_room(full)
+                again = self._write(full, self._reserve(full))
+                if again:
+                    self._root.health.note_store(errno.ENOSPC)
+
+    def _is_there(self, item: StoreItem) -> bool:
+        if self._volume.is_damaged(item.namespace.id, item.key):
+            return False
+        return os.path.exists(self._root.paths.record(item.namespace.id, item.key))
+
+    def _reserve(self, group: Sequence[StoreItem]) -> int:
+        """For how many records there is room now, or soon."""
+        record_bytes = group[0].namespace.file.record_bytes
+        capacity_bytes = self._root.file.capacity_bytes
+        assert self._root.session is not None
+        self._root.session.set_inflight(len(group) * record_bytes)
+        granted = self._usage.reserve(record_bytes, len(group), capacity_bytes)
+        if granted < len(group):
+            self._flush()  # the janitor has to know what it may evict
+        end = time.monotonic() + ROOM_WAIT_S
+        while granted < len(group) and time.monotonic() < end and not self._stop.wait(_ROOM_STEP_S):
+            granted += self._usage.reserve(record_bytes, len(group) - granted, capacity_bytes)
+        self._volume.counters.set("rewarm_kv_stores_paused", float(granted < len(group)))
+        return granted
+
+    def _write(self, group: Sequence[StoreItem], granted: int) -> list[StoreItem]:
+        """Write the first ``granted`` records; returns those that found the disk full, their room given back."""
+        session = self._root.session
+        assert session is not None
+        if not granted:
+            session.set_inflight(0)
+            return []
+        record_bytes = group[0].namespace.file.record_bytes
+        created_ns = time.time_ns()
+        transfers = [
+            WriteRecord(
+                path=self._root.paths.record(item.namespace.id, item.key),
+                temporary_path=session.temporary_path(),
+                key=item.key,
+                namespace_id=item.namespace.id,
+                address=item.address,
+                payload_bytes=item.namespace.payload_bytes,
+                created_ns=created_ns,
+                durable=self._volume.durable,
+            )
+            for item in group[:granted]
+        ]
+        not_written = granted
+        full: list[StoreItem] = []
+        try:
+            completion = self._volume.engine.submit(transfers, priority=Priority.STORE)
+            completion.wait()
+            for item, result in zip(group[:granted], completion.results(), strict=True):
+                if result == 0:
+                    not_written -= 1
+                    self._learn(item)
+                    session.note(Did.STORED, item.namespace.id, (item.key,))
+                elif result in _FULL:
+                    full.append(item)
+                    continue
+                else:
+                    self._volume.counters.add("rewarm_io_errors_total", 1, self._root.name)
+                self._root.health.note_store(result)
+        finally:
+            session.set_inflight(0)
+            if not_written:
+                self._usage.give_back(not_written * record_bytes, pressure_bytes=2 * len(full) * record_bytes)
+        return full
+
+    def _learn(self, item: StoreItem) -> None:
+        item.namespace.learn(self._number, item.key)
+        self._volume.note_written(item.namespace.id, item.key)
+        item.settle(is_stored=True)
+
+    def _make_room(self, full: Sequence[StoreItem]) -> None:
+        """The disk is full although the budget is not: wait until the janitor has evicted something."""
+        self._volume.counters.set("rewarm_kv_stores_paused", 1.0)
+        end = time.monotonic() + ROOM_WAIT_S
+        while self._usage.read().pressure_bytes and time.monotonic() < end and not self._stop.wait(_ROOM_STEP_S):
+            pass
+
+    def _flush(self) -> None:
+        session = self._root.session
+        if session is not None and not self._root.health.stores.is_on:
+            try:
+                if self._root.is_mounted():
+                    session.flush()
+            except OSError as error:
+                self._root.health.note_store(error.errno or errno.EIO)

@@ -1,0 +1,267 @@
+"""What lies where in a root, and the small JSON files that name a volume and its namespaces.
+
+The page is docs/format/volume-v1.md; a change here is a change there.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewarm.engine.record import KEY_BYTES, record_bytes
+from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError
+
+VOLUME_FILE = "rewarm.volume"
+NAMESPACE_FILE = "namespace.json"
+STATE_DIR = ".rewarm"
+FORMAT_VERSION = 1
+RECORD_SUFFIX = ".rec"
+_MAX_JSON_BYTES = 1 << 20
+DIR_MODE, FILE_MODE = 0o700, 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class RootFile:
+    """What ``rewarm.volume`` of one root says."""
+
+    volume_id: str
+    root_id: str
+    capacity_bytes: int
+    """What this root may hold."""
+    created_ns: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        return {
+            "format": "rewarm.volume",
+            "version": FORMAT_VERSION,
+            "volume_id": self.volume_id,
+            "root_id": self.root_id,
+            "capacity_bytes": self.capacity_bytes,
+            "created_ns": self.created_ns,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFile:
+    """What ``namespace.json`` says: how the records beside it are to be read."""
+
+    id: bytes
+    payload_bytes: int
+    identity: Mapping[str, Any]
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of each record file."""
+        return record_bytes(self.payload_bytes)
+
+
+class RootPaths:
+    """The names in one root."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+        self.volume_file = os.path.join(self.root, VOLUME_FILE)
+        self.state = os.path.join(self.root, STATE_DIR)
+        self.usage = os.path.join(self.state, "usage")
+        self.janitor_lock = os.path.join(self.state, "janitor.lock")
+        self.recovery_lock = os.path.join(self.state, "recovery.lock")
+        self.order = os.path.join(self.state, "order")
+        self.sessions = os.path.join(self.state, "sessions")
+        self.quarantine = os.path.join(self.state, "quarantine")
+
+    def sync_mark(self, host: str) -> str:
+        """The mark of what one host has surely written."""
+        return os.path.join(self.state, f"sync-{host}")
+
+    def namespace(self, namespace_id: bytes) -> str:
+        """Directory of a namespace."""
+        return os.path.join(self.root, namespace_id.hex())
+
+    def record(self, namespace_id: bytes, key: bytes) -> str:
+        """Path of a record."""
+        name = key.hex()
+        return f"{self.root}/{namespace_id.hex()}/{name[:2]}/{name}{RECORD_SUFFIX}"
+
+
+def key_of_name(name: str) -> bytes | None:
+    """The key that a record's file name spells; None: no record's name."""
+    stem = name.removesuffix(RECORD_SUFFIX)
+    if stem == name or len(stem) != 2 * KEY_BYTES or stem != stem.lower():
+        return None
+    try:
+        return bytes.fromhex(stem)
+    except ValueError:
+        return None
+
+
+def namespace_id_of_name(name: str) -> bytes | None:
+    """The id that a namespace's directory name spells; None: no namespace."""
+    if len(name) != 64 or name != name.lower():
+        return None
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return None
+
+
+def namespace_ids(root: str) -> list[bytes]:
+    """The namespaces that have a directory in a root."""
+    ids = [namespace_id_of_name(name) for name in sorted(os.listdir(root))]
+    return [namespace_id for namespace_id in ids if namespace_id is not None]
+
+
+def identity_id(identity: Mapping[str, Any]) -> bytes:
+    """32 bytes: sha256 of the canonical JSON (sorted keys, no spaces, ASCII) of an identity.
+
+    Raises:
+        UsageError: The identity is not plain JSON.
+    """
+    try:
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a namespace's identity is plain JSON: {error}") from error
+    return hashlib.sha256(text.encode()).digest()
+
+
+def read_root_file(root: str) -> RootFile:
+    """What ``rewarm.volume`` of a root says.
+
+    Raises:
+        UsageError: The directory holds no volume.
+        FormatVersionError: A volume of a newer format.
+        DamageError: The file is there and says nothing sensible.
+        StorageError: It cannot be read.
+    """
+    path = RootPaths(root).volume_file
+    found = _read_json(path, "rewarm.volume", missing=f"{root} holds no volume")
+    try:
+        made = RootFile(found["volume_id"], found["root_id"], found["capacity_bytes"], found["created_ns"])
+    except KeyError as error:
+        raise DamageError(f"{path} lacks {error}", hint=_DAMAGED_VOLUME_HINT) from error
+    names = [text for text in (found["volume_id"], found["root_id"]) if isinstance(text, str) and len(text) == 32]
+    numbers = [found[name] for name in ("capacity_bytes", "created_ns")]
+    numbers = [number for number in numbers if type(number) is int and number > 0]
+    if len(names) != 2 or len(numbers) != 2:
+        raise DamageError(f"{path} has fields of the wrong kind", hint=_DAMAGED_VOLUME_HINT)
+    return made
+
+
+_DAMAGED_VOLUME_HINT = "nothing was changed; what it held is a cache: move the directory away and create another volume"
+
+
+def read_namespace_file(root: str, namespace_id: bytes) -> NamespaceFile:
+    """What ``namespace.json`` of a namespace says.
+
+    Raises:
+        UsageError: It is not there.
+        FormatVersionError: Of a newer format.
+        DamageError: It says nothing sensible, or another namespace's name.
+        StorageError: It cannot be read.
+    """
+    path = os.path.join(RootPaths(root).namespace(namespace_id), NAMESPACE_FILE)
+    found = _read_json(path, "rewarm.namespace", missing=f"{path} is missing")
+    identity, payload_bytes = found.get("identity"), found.get("payload_bytes")
+    if not isinstance(identity, dict) or type(payload_bytes) is not int or payload_bytes <= 0:
+        raise DamageError(f"{path} has fields of the wrong kind")
+    if identity_id(identity) != namespace_id:
+        raise DamageError(f"{path} describes another namespace than its directory's name")
+    return NamespaceFile(namespace_id, payload_bytes, identity)
+
+
+def write_namespace_file(root: str, namespace: NamespaceFile) -> None:
+    """Make a namespace's directory and describe it there, durably."""
+    directory = RootPaths(root).namespace(namespace.id)
+    with suppress(FileExistsError):
+        os.mkdir(directory, DIR_MODE)
+        sync_directory(root)
+    document = {
+        "format": "rewarm.namespace",
+        "version": FORMAT_VERSION,
+        "id": namespace.id.hex(),
+        "payload_bytes": namespace.payload_bytes,
+        "identity": dict(namespace.identity),
+    }
+    replace_file(os.path.join(directory, NAMESPACE_FILE), to_text(document), durable=True)
+
+
+def to_text(document: Mapping[str, Any]) -> bytes:
+    """A JSON file's bytes: indented, so that people can read it."""
+    return json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def replace_file(path: str, content: bytes, *, durable: bool = False) -> None:
+    """Put a whole file under a name at once; who reads it sees the old one or the new one."""
+    temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    try:
+        write_new(temporary, content, durable=durable)
+        os.rename(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(str(Path(path).parent))
+
+
+def write_new(path: str, content: bytes, *, durable: bool) -> None:
+    """Write a file that must not exist yet."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: str) -> None:
+    """fsync a directory, so that names in it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_small_file(path: str, limit: int = _MAX_JSON_BYTES) -> bytes:
+    """The whole of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: As open and read give it; EFBIG when it is longer, EINVAL when it is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+    return content
+
+
+def _read_json(path: str, kind: str, *, missing: str) -> dict[str, Any]:
+    try:
+        content = read_small_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(missing, hint="rewarm volume create DIR --size SIZE makes one") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{path} is not JSON", hint=_DAMAGED_VOLUME_HINT) from error
+    if not isinstance(document, dict) or document.get("format") != kind or type(document.get("version")) is not int:
+        raise DamageError(f"{path} is no {kind} file", hint=_DAMAGED_VOLUME_HINT)
+    if document["version"] > FORMAT_VERSION:
+        raise FormatVersionError(path, found=document["version"], known=FORMAT_VERSION)
+    return document

@@ -1,0 +1,215 @@
+"""The records of one identity: presence, loads, stores."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rewarm.engine.base import Probe, ReadRecord, RecordTarget, Transfer
+from rewarm.engine.record import KEY_BYTES
+from rewarm.engine.scan import scan_keys
+from rewarm.errors import UsageError
+from rewarm.volume.handles import LoadHandle, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
+from rewarm.volume.index import KeyIndex
+from rewarm.volume.layout import NamespaceFile
+from rewarm.volume.root import Root
+from rewarm.volume.session import Did
+
+if TYPE_CHECKING:
+    from rewarm.volume.volume import Volume
+
+PROBE_DEADLINE_S = 5.0
+"""A root that does not answer by then is taken to hold nothing."""
+
+
+class Namespace:
+    """Made by Volume.namespace(). Its calls are those of the server's thread: none but load, store and probe starts
+    I/O, and none waits for any.
+    """
+
+    def __init__(self, volume: Volume, file: NamespaceFile) -> None:
+        self._volume = volume
+        self.file = file
+        self.id = file.id
+        self.payload_bytes = file.payload_bytes
+        self._indexes = [KeyIndex() for _ in volume.roots]
+        self._scanned = threading.Event()
+        threading.Thread(target=self._scan, name="rewarm-scan", daemon=True).start()
+
+    def __len__(self) -> int:
+        """Records that this process knows."""
+        return sum(len(index) for index in self._indexes)
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory that the index takes."""
+        return sum(index.table_bytes for index in self._indexes)
+
+    def wait_scanned(self, timeout_s: float | None = None) -> bool:
+        """Whether the names that were there at open are known; until then contains() may say no to a record."""
+        return self._scanned.wait(timeout_s)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether this process knows the record to be there; in memory only."""
+        for root, index in zip(self._volume.roots, self._indexes, strict=True):
+            if index.contains(key) and not root.health.loads.is_on:
+                return True
+        return False
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are known to be there."""
+        for count, key in enumerate(keys):
+            if not self.contains(key):
+                return count
+        return len(keys)
+
+    def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
+        """Look into the file system for records, on every root that answers; the index learns what is there."""
+        self._volume.check_usable()
+        parts = []
+        for number, root in enumerate(self._volume.roots):
+            if root.health.loads.is_on or not keys:
+                continue
+            transfers = [Probe(root.paths.record(self.id, _checked(key))) for key in keys]
+            completion = self._volume.engine.submit(transfers, deadline_s=PROBE_DEADLINE_S)
+            parts.append(Part(completion, range(len(keys)), self._probe_note(number, keys)))
+        return ProbeHandle(len(keys), parts)
+
+    def note_present(self, keys: Sequence[bytes]) -> None:
+        """Another part of the server stored these records."""
+        for key in keys:
+            self._indexes[self._volume.placement.order(key)[0]].add(key)
+
+    def note_absent(self, keys: Sequence[bytes]) -> None:
+        """These records are gone, or no good."""
+        for key in keys:
+            for index in self._indexes:
+                index.discard(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use of records, for the order of eviction; in memory, written to the log later."""
+        by_root: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_root.setdefault(self._root_of(key), []).append(key)
+        for number, touched in by_root.items():
+            session = self._volume.roots[number].session
+            if session is not None:
+                session.note(Did.TOUCHED, self.id, touched)
+
+    def load(self, targets: Sequence[tuple[bytes, RecordTarget]], deadline_s: float | None = None) -> LoadHandle:
+        """Start to load records.
+
+        Args:
+            targets: N (key, target) in the order in which they are wanted; target memory is ours until done.
+            deadline_s: Seconds from now; what is not there by then is a TIMEOUT.
+        Raises:
+            VolumeClosed: The volume was closed.
+            UsageError: A malformed key or target.
+        """
+        self._volume.check_usable()
+        by_root: dict[int, list[int]] = {}
+        refused = []
+        for position, (key, _) in enumerate(targets):
+            number = self._root_of(_checked(key))
+            if self._volume.roots[number].health.loads.is_on:
+                refused.append(position)
+            else:
+                by_root.setdefault(number, []).append(position)
+        parts = []
+        for number, positions in by_root.items():
+            record_path = self._volume.roots[number].paths.record
+            transfers: list[Transfer] = [
+                ReadRecord(record_path(self.id, key), key, self.id, self.payload_bytes, target)
+                for key, target in (targets[position] for position in positions)
+            ]
+            completion = self._volume.engine.submit(transfers, deadline_s=deadline_s)
+            parts.append(Part(completion, positions, self._load_note(number, targets)))
+        return LoadHandle(len(targets), parts, refused)
+
+    def store(self, payloads: Sequence[tuple[bytes, int]]) -> StoreHandle:
+        """Start to store records, behind all loads.
+
+        Args:
+            payloads: N (key, address): payload_bytes at an address aligned to 4096, with room for the padded payload;
+                the memory is ours until done. A key that is there already is not written again.
+        Raises:
+            VolumeClosed: The volume was closed.
+            UsageError: A malformed key or address, or a volume that was opened read-only.
+        """
+        self._volume.check_usable()
+        for key, address in payloads:
+            _checked(key)
+            if address <= 0 or address % 4096:
+                raise UsageError(
+                    f"address {address:#x} is not aligned to 4096", hint="alloc_aligned() gives such memory"
+                )
+        handle = StoreHandle(len(payloads))
+        self._volume.queue_stores(self, payloads, handle)
+        return handle
+
+    def learn(self, root_number: int, key: bytes) -> None:
+        """The volume's: a record is on a root now."""
+        self._indexes[root_number].add(key)
+
+    def _root_of(self, key: bytes) -> int:
+        """The root that a key is on, as far as is known; else the one where it should be."""
+        if len(self._indexes) == 1:
+            return 0
+        order = self._volume.placement.order(key)
+        usable = [number for number in order if not self._volume.roots[number].health.loads.is_on]
+        for number in usable:
+            if self._indexes[number].contains(key):
+                return number
+        return (usable or order)[0]
+
+    def _scan(self) -> None:
+        started = time.monotonic()
+        for root, index in zip(self._volume.roots, self._indexes, strict=True):
+            self._scan_root(root, index)
+        self._volume.counters.set("rewarm_volume_scan_seconds", time.monotonic() - started)
+        self._scanned.set()
+
+    def _scan_root(self, root: Root, index: KeyIndex) -> None:
+        try:
+            index.add_fingerprints(scan_keys(root.paths.namespace(self.id)))
+        except OSError as error:
+            root.health.note_load(error.errno or errno.EIO)
+            self._volume.counters.add("rewarm_io_errors_total", 1, root.name)
+
+    def _load_note(self, number: int, targets: Sequence[tuple[bytes, RecordTarget]]) -> Callable[[int, int], None]:
+        root = self._volume.roots[number]
+
+        def note(index: int, result: int) -> None:
+            key, outcome = targets[index][0], outcome_of(result)
+            if result != errno.ECANCELED:
+                root.health.note_load(result)
+            if outcome in {Outcome.MISS, Outcome.DAMAGED}:
+                self._indexes[number].discard(key)
+            if outcome is Outcome.DAMAGED:
+                self._volume.note_damaged(root, self.id, key)
+            elif outcome is Outcome.IO_ERROR:
+                self._volume.counters.add("rewarm_io_errors_total", 1, root.name)
+
+        return note
+
+    def _probe_note(self, number: int, keys: Sequence[bytes]) -> Callable[[int, int], None]:
+        root = self._volume.roots[number]
+
+        def note(index: int, result: int) -> None:
+            if result != errno.ECANCELED:
+                root.health.note_load(result)
+            if result == 0 and not self._volume.is_damaged(self.id, keys[index]):
+                self._indexes[number].add(keys[index])
+            elif result == errno.ENOENT:
+                self._indexes[number].discard(keys[index])
+
+        return note
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise UsageError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    return key
