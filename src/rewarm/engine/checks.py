@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from rewarm.engine.base import Read, ReadRecord, ToBlocks, ToMemory, Transfer, Write, WriteRecord
+from array import array
+
+from rewarm.engine.base import (
+    BlockPlanes,
+    EngineConfig,
+    Read,
+    ReadRecord,
+    ToBlocks,
+    ToMemory,
+    Transfer,
+    Write,
+    WriteRecord,
+)
 from rewarm.engine.memory import PAGE_BYTES
 from rewarm.engine.record import KEY_BYTES, MAX_PIECES, NAMESPACE_BYTES, PIECE_BYTES, record_bytes
 from rewarm.errors import UsageError
@@ -52,9 +64,36 @@ def _check_target(transfer: ReadRecord, slot_bytes: int) -> None:
             hint="give the engine ring_bytes and slot_bytes",
         )
     if isinstance(target, ToBlocks):
+        check_arrays(target.planes, target.block_ids)
         num_blocks = target.skip_blocks + len(target.block_ids)
         need = len(target.planes.plane_addresses) * num_blocks * target.planes.page_bytes
         if target.skip_blocks < 0 or target.planes.page_bytes <= 0 or need != transfer.payload_bytes:
             raise UsageError(f"planes and blocks hold {need} bytes, the payload has {transfer.payload_bytes}")
         if len(target.block_ids) and min(target.block_ids) < 0:
             raise UsageError("a block id is negative")
+
+
+def check_arrays(planes: BlockPlanes, block_ids: array[int]) -> None:
+    """Native code reads these arrays by address.
+
+    Raises:
+        UsageError: An array of other items than promised.
+    """
+    if planes.plane_addresses.typecode != "Q" or block_ids.typecode != "q":
+        raise UsageError("plane_addresses is an array('Q'), block_ids an array('q')")
+
+
+def check_ring(config: EngineConfig) -> None:
+    """Refuse ring sizes that hold no slot.
+
+    Raises:
+        UsageError: Says which field is wrong.
+    """
+    if config.ring_bytes < 0 or config.slot_bytes < 0 or config.num_workers < 0:
+        raise UsageError("ring_bytes, slot_bytes and num_workers are not negative")
+    if config.ring_bytes and (config.slot_bytes < 2 * PAGE_BYTES or config.slot_bytes % PAGE_BYTES):
+        raise UsageError(f"slot_bytes is {config.slot_bytes}", hint="a multiple of 4096, at least 8192")
+    if config.ring_bytes and config.ring_bytes < config.slot_bytes:
+        raise UsageError(f"a ring of {config.ring_bytes} bytes holds no slot of {config.slot_bytes}")
+    if config.ring_address % PAGE_BYTES:
+        raise UsageError(f"ring_address {config.ring_address:#x} is not aligned to {PAGE_BYTES}")

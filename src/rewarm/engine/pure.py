@@ -29,7 +29,7 @@ from rewarm.engine.base import (
     Write,
     WriteRecord,
 )
-from rewarm.engine.checks import check_transfer
+from rewarm.engine.checks import check_arrays, check_ring, check_transfer
 from rewarm.engine.memory import PAGE_BYTES, AlignedBuffer, alloc_aligned, view_at
 from rewarm.errors import BusyError, UsageError, VolumeClosed
 from rewarm.units import round_up
@@ -124,6 +124,7 @@ class PureEngine:
     def gather(self, planes: BlockPlanes, block_ids: array[int], address: int) -> None:
         """See engine.base.Engine."""
         self._check_process()
+        check_arrays(planes, block_ids)
         memory.gather(planes, block_ids, address)
 
     def close(self) -> None:
@@ -235,6 +236,10 @@ class PureEngine:
                 result = errno.EIO
             with self._lock:
                 if batch.states[index] != _FINAL:
+                    if batch.states[index] == _RUNNING and isinstance(
+                        batch.transfers[index], (Read, Write, ReadRecord)
+                    ):
+                        result = batch.cut or result
                     if slot >= 0 and not result and _stays_in_slot(batch.transfers[index]):
                         batch.slots[index] = slot
                         slot = -1
@@ -391,17 +396,6 @@ def _stays_in_slot(transfer: Transfer) -> bool:
     return isinstance(transfer, ReadRecord) and isinstance(transfer.target, ToSlot)
 
 
-def check_ring(config: EngineConfig) -> None:
-    """Refuse ring sizes that hold no slot.
-
-    Raises:
-        UsageError: Says which field is wrong.
-    """
-    if config.ring_bytes < 0 or config.slot_bytes < 0 or config.num_workers < 0:
-        raise UsageError("ring_bytes, slot_bytes and num_workers are not negative")
-    if config.ring_bytes and (config.slot_bytes < 2 * PAGE_BYTES or config.slot_bytes % PAGE_BYTES):
-        raise UsageError(f"slot_bytes is {config.slot_bytes}", hint="a multiple of 4096, at least 8192")
-    if config.ring_bytes and config.ring_bytes < config.slot_bytes:
-        raise UsageError(f"a ring of {config.ring_bytes} bytes holds no slot of {config.slot_bytes}")
-    if config.ring_address % PAGE_BYTES:
-        raise UsageError(f"ring_address {config.ring_address:#x} is not aligned to {PAGE_BYTES}")
+def _moves_bytes(transfer: Transfer) -> bool:
+    """False: what it did to a name stands, whether it was cut meanwhile or not."""
+    return isinstance(transfer, (Read, Write, ReadRecord))

@@ -1,0 +1,161 @@
+/* What happens to batches and transfers: cut, settle, final. All functions are called with the engine's lock held. */
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+void batch_unref(rw_batch *b)
+{
+    if (--b->references)
+        return;
+    pthread_cond_destroy(&b->done);
+    if (b->event_fd >= 0)
+        close(b->event_fd);
+    free(b);
+}
+
+static void leave_live(rw_batch *b)
+{
+    *(b->previous_live ? &b->previous_live->next_live : &b->engine->live) = b->next_live;
+    if (b->next_live)
+        b->next_live->previous_live = b->previous_live;
+}
+
+/* Makes a transfer final. */
+static void finish(transfer *t, int result)
+{
+    rw_batch *b = t->batch;
+    t->state = FINAL;
+    b->results[t->index] = result;
+    b->ended[b->num_ended++] = t->index;
+    if (b->event_fd >= 0)
+        eventfd_write(b->event_fd, 1);
+    if (--b->open_count)
+        return;
+    leave_live(b);
+    pthread_cond_broadcast(&b->done);
+    if (b->engine->is_closed)
+        pthread_cond_broadcast(&b->engine->quiet);
+}
+
+static int compare_checksums(const transfer *t)
+{
+    const uint64_t pieces = record_pieces(t->length, RW_PIECE_BYTES);
+    return memcmp(t->found, t->expected, pieces * sizeof *t->found) ? EBADMSG : 0;
+}
+
+/* A file that ends early, a symlink, a FIFO in a record's place: damage. */
+static int as_record_error(int error)
+{
+    return error == ENODATA || error == ELOOP || error == ESPIPE ? EBADMSG : error;
+}
+
+static int result_of(const transfer *t)
+{
+    if (t->state == SCATTERING)
+        return 0;
+    if (t->batch->cut && (t->state == QUEUED || moves_bytes(t)))
+        return t->batch->cut;
+    if (t->error || t->kind != RW_READ_RECORD)
+        return t->kind == RW_READ_RECORD ? as_record_error(t->error) : t->error;
+    return compare_checksums(t);
+}
+
+static int begins_scatter(transfer *t)
+{
+    if (t->state != MOVING || t->kind != RW_READ_RECORD || t->target != RW_TO_BLOCKS || !num_scatter_units(t))
+        return 0;
+    t->state = SCATTERING;
+    t->next_unit = 0;
+    t->num_units = num_scatter_units(t);
+    queue_insert(t->batch->engine, t);
+    return 1;
+}
+
+/* A transfer of which no unit is queued or under way: makes it final and lets go of what it holds, or goes on to its
+ * scatter. Returns a file to close, or -1. */
+static int settle(transfer *t)
+{
+    rw_batch *b = t->batch;
+    rw_engine *e = b->engine;
+    const int fd = t->fd;
+    int keeps_slot = 0;
+    t->fd = -1;
+    if (t->state == FINAL) {
+        e->num_lost--; /* it was abandoned, its I/O has returned */
+    } else {
+        const int result = result_of(t);
+        if (!result && begins_scatter(t))
+            return fd;
+        keeps_slot = !result && t->kind == RW_READ_RECORD && t->target == RW_TO_SLOT && !b->is_dropped;
+        finish(t, result);
+    }
+    if (t->slot >= 0 && !keeps_slot) {
+        slot_free(e, t->slot);
+        t->slot = -1;
+    }
+    batch_unref(b);
+    return fd;
+}
+
+/* A unit has ended with 0 or an errno. Returns a file to close, or -1. */
+int unit_end(rw_engine *e, const unit *u, int error)
+{
+    transfer *t = u->transfer;
+    t->running--;
+    e->num_running--;
+    e->num_abandoned -= t->state == FINAL;
+    if (error && !t->error) {
+        t->error = error;
+        queue_remove(e, t);
+    }
+    return t->running || t->is_queued ? -1 : settle(t);
+}
+
+/* The file is open: the other units can be taken. */
+void unit_requeue(rw_engine *e, const unit *u)
+{
+    transfer *t = u->transfer;
+    pthread_mutex_lock(&e->lock);
+    if (!t->batch->cut) {
+        queue_insert(e, t);
+        queue_wake(e);
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* Ends what is queued and what reads into the ring. What moves in place ends with its units under way; a scatter that
+ * has begun, and a record being written, end by themselves. */
+void batch_cut(rw_batch *b, int reason)
+{
+    rw_engine *e = b->engine;
+    if (b->cut || !b->open_count)
+        return;
+    b->cut = reason;
+    b->references++; /* the last transfer may let it go */
+    for (uint32_t i = 0; i < b->count; i++) {
+        transfer *t = &b->transfers[i];
+        if (t->state == FINAL || t->state == SCATTERING)
+            continue;
+        queue_remove(e, t);
+        if (!t->running) {
+            const int fd = settle(t);
+            if (fd >= 0)
+                close(fd);
+        } else if (reads_into_ring(t)) {
+            e->num_abandoned += t->running;
+            e->num_lost++;
+            finish(t, reason);
+        }
+    }
+    batch_unref(b);
+}
+
+void batch_expire(rw_batch *b, int64_t now)
+{
+    if (now >= b->deadline_ns)
+        batch_cut(b, ETIMEDOUT);
+}
