@@ -58,7 +58,7 @@ class KvConfig(Section):
     roots: tuple[str, ...] = ()
     """Directories that hold the volume, absolute, one a device; several in a variable are separated by colons."""
     capacity_bytes: int = 0
-    """Bytes that the volume may hold over all roots, like 200GiB. 0: the volume exists and keeps its own capacity."""
+    """Bytes that the volume may hold over all roots, like 200GiB, when it is made; an existing one keeps its own."""
     chunk_tokens: int = 0
     """Tokens in one record, a multiple of the server's block. 0: chosen so that a record is 4 to 64 MiB."""
     policy: str = "always_load"
@@ -75,8 +75,9 @@ class KvConfig(Section):
     """I/O workers of a rank. 0: chosen from the cores and the device."""
     ring_bytes: int = 256 * MIB
     """Host memory of a rank that reads land in before they are checked; bounds the loads in flight."""
-    store_buffer_bytes: int = 256 * MIB
-    """Host memory of a rank that chunks wait in until they are written; a chunk that finds it full is not stored."""
+    store_buffer_bytes: int = 0
+    """Host memory of a rank that chunks wait in until they are written; one that finds it full waits in its KV blocks,
+    and is not stored if its request ends before. 0: what one step of the server computes, 64 MiB to 2 GiB."""
     load_deadline_s: float = 30.0
     """Seconds after which a load is given up and its tokens are computed, whatever the device does."""
     salt: str = ""
@@ -98,8 +99,10 @@ class KvConfig(Section):
         _check_one_of("kv.store", self.store, STORE_RULES)
         _check_one_of("kv.engine", self.engine, ENGINES)
         _check(0 <= self.num_workers <= 256, f"kv.num_workers is {self.num_workers}", "0 to 256")
-        for name in ("ring_bytes", "store_buffer_bytes"):
-            num_bytes = getattr(self, name)
+        for name, num_bytes in (
+            ("ring_bytes", self.ring_bytes),
+            ("store_buffer_bytes", self.store_buffer_bytes or MIB),
+        ):
             _check(num_bytes >= 64 * KIB, f"kv.{name} is {format_size(num_bytes)}", "at least 64 KiB; like 256MiB")
         _check(self.load_deadline_s > 0, f"kv.load_deadline_s is {self.load_deadline_s}", "above 0")
 

@@ -1,0 +1,298 @@
+"""The scheduler's side of the connector: which chunks to load, which to store, and what became of them.
+
+No torch and no I/O on this thread: presence comes from the volume's index, and probes go through the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rewarm.adapters.vllm import describe
+from rewarm.errors import AdapterError, RewarmError
+from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StepReport, StoreOrder
+from rewarm.kv.directory import ChunkDirectory, PrefixLookup, Shard
+from rewarm.kv.fingerprint import run_nonce
+from rewarm.kv.identity import with_layout
+from rewarm.kv.keys import chunk_id
+from rewarm.kv.policy import PrefixHit, load_policy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from rewarm.config import KvConfig
+    from rewarm.metrics import Counters
+    from rewarm.volume import Volume
+
+
+logger = logging.getLogger("vllm.rewarm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSetup:
+    """What a scheduler's side is made of."""
+
+    kv: KvConfig
+    volume: Volume
+    counters: Counters
+    identity: str
+    """Canonical JSON of what all ranks share."""
+    holders: list[int]
+    """Ranks that store a part of each chunk."""
+    block_tokens: int
+    chunk_tokens: int
+    hash_tokens: int
+    """Tokens that one entry of Request.block_hashes stands for."""
+    shares_blocks: bool
+    """Whether the server finds a finished load of one request for the next (its own prefix caching)."""
+    lora_salt: Callable[[str], bytes] = describe.lora_salt
+
+
+def scheduler_setup(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, kv: KvConfig, volume: Volume, counters: Counters
+) -> tuple[SchedulerSetup, list[str]]:
+    """The setup that follows from a server's configuration, and what a person should know about it.
+
+    Raises:
+        AdapterError, UsageError: This server cannot be served as it is configured.
+    """
+    chunk_tokens = describe.chunk_tokens(config, kv_cache_config, kv.chunk_tokens)
+    block_tokens = describe.block_tokens(config, kv_cache_config)
+    hash_tokens = describe.hash_tokens(config, kv_cache_config)
+    if chunk_tokens % hash_tokens:
+        raise AdapterError(f"a chunk of {chunk_tokens} tokens does not end where vLLM hashes ({hash_tokens} tokens)")
+    identity, notes = describe.shared_identity(
+        config, chunk_tokens=chunk_tokens, block_tokens=block_tokens, salt=kv.salt
+    )
+    setup = SchedulerSetup(
+        kv=kv,
+        volume=volume,
+        counters=counters,
+        identity=identity,
+        holders=describe.holder_ranks(config),
+        block_tokens=block_tokens,
+        chunk_tokens=chunk_tokens,
+        hash_tokens=hash_tokens,
+        shares_blocks=bool(config.cache_config.enable_prefix_caching),
+    )
+    return setup, notes
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request that the server has not finished."""
+
+    request: Request
+    salt: bytes
+    is_served: bool
+    """False where its KV depends on more than its block hashes tell."""
+    block_ids: list[int] = field(default_factory=list)
+    num_considered: int = 0
+    """Leading chunks that were considered for a store."""
+    put_off: list[int] = field(default_factory=list)
+    """Chunks whose store found no room; ordered again while the request holds its blocks."""
+    lookup: PrefixLookup | None = None
+    num_resident_tokens: int = 0
+
+
+class SchedulerSide:
+    """See the head of this file. Its methods are the connector's of the same name, less what only vLLM's types need."""
+
+    def __init__(self, setup: SchedulerSetup) -> None:
+        self._setup = setup
+        self._policy = load_policy(setup.kv.policy)
+        self._chunk_blocks = setup.chunk_tokens // setup.block_tokens
+        self._layouts: dict[int, tuple[str, int]] = {}
+        self._directory: ChunkDirectory | None = None
+        self._chunk_bytes = 0
+        self._is_off = False
+        """The volume failed before the first request; all is computed."""
+        self._tracked: dict[str, _Tracked] = {}
+        self._loading: dict[str, set[bytes]] = {}
+        self._stores: dict[bytes, tuple[str, int]] = {}
+        self._orders = StepOrders()
+        self._lora_salts: dict[tuple[str, str], bytes] = {}
+        self._reset_salt = b""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens to load after those computed, whether any); (None, False): not known yet, ask again."""
+        tracked = self._track(request)
+        if not tracked.is_served or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        if self._directory is None:
+            return (0, False) if self._is_off else (None, False)
+        first = num_computed_tokens // self._setup.chunk_tokens
+        lookup = tracked.lookup
+        if lookup is None or lookup.first > first:
+            lookup = tracked.lookup = self._directory.look_up(self._chunk_ids(tracked), first)
+        end = lookup.end()
+        if end is None:
+            return None, False
+        tracked.num_resident_tokens = num_computed_tokens
+        num_stored_tokens = max(0, end * self._setup.chunk_tokens - num_computed_tokens)
+        if not num_stored_tokens:
+            return 0, False
+        load_bytes = (end - first) * self._chunk_bytes
+        num_tokens = self._policy(PrefixHit(request.num_tokens, num_computed_tokens, num_stored_tokens, load_bytes))
+        if num_tokens and self._setup.shares_blocks and self._is_loading(lookup.chunks[first]):
+            return None, False  # another request loads this prefix: its blocks will serve this one too
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """Order the load of ``num_external_tokens`` after those that were computed at the last lookup."""
+        tracked = self._track(request)
+        lookup, tracked.lookup = tracked.lookup, None
+        begin, chunk_tokens = tracked.num_resident_tokens, self._setup.chunk_tokens
+        if lookup is not None:
+            counters = self._setup.counters
+            counters.add("rewarm_kv_lookup_tokens_total", max(0, request.num_tokens - begin))
+            counters.add("rewarm_kv_hit_tokens_total", num_external_tokens)
+        if not num_external_tokens:
+            return
+        end = begin + num_external_tokens
+        if lookup is None or end % chunk_tokens:
+            raise AdapterError(f"vLLM asks for {num_external_tokens} tokens after {begin}, which were not offered")
+        block_tokens = self._setup.block_tokens
+        loads = []
+        for index in range(begin // chunk_tokens, end // chunk_tokens):
+            first_block = max(begin, index * chunk_tokens) // block_tokens
+            ids = block_ids[first_block : (index + 1) * self._chunk_blocks]
+            skip_blocks = first_block - index * self._chunk_blocks
+            loads.append(ChunkLoad(lookup.chunks[index], array("q", ids), skip_blocks))
+        self._orders.loads.append(LoadOrder(request.request_id, loads))
+        chunks = [load.chunk for load in loads]
+        self._loading[request.request_id] = set(chunks)
+        assert self._directory is not None
+        self._directory.touch(chunks)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
+        """The orders of this step."""
+        for new in output.scheduled_new_reqs:
+            self._order_stores(new.req_id, list(new.block_ids[0]), new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            tracked = self._tracked.get(request_id)
+            new_ids = cached.new_block_ids[index]
+            added = list(new_ids[0]) if new_ids else []
+            if tracked is None:
+                continue
+            block_ids = added if request_id in cached.resumed_req_ids else tracked.block_ids + added
+            self._order_stores(request_id, block_ids, cached.num_computed_tokens[index], output)
+        orders, self._orders = self._orders, StepOrders()
+        orders.idle = output.total_num_scheduled_tokens == 0
+        if self._directory is None:
+            orders.identity = self._setup.identity
+        return orders
+
+    def update_connector_output(self, report: StepReport | None, finished_recving: Iterable[str]) -> None:
+        """Learn what the ranks did."""
+        for request_id in finished_recving:
+            self._loading.pop(request_id, None)
+        if report is None:
+            return
+        if report.layouts and self._directory is None:
+            self._layouts.update(report.layouts)
+            if all(rank in self._layouts for rank in self._setup.holders):
+                self._open_directory()
+        if self._directory is not None:
+            self._directory.take(report)
+        for chunk in report.put_off:
+            request_id, index = self._stores.pop(chunk, ("", 0))
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.put_off.append(index)
+            else:
+                self._count_skipped(1)
+        for chunk in (*report.stored, *report.dropped):
+            self._stores.pop(chunk, None)
+
+    def request_finished(self, request: Request) -> None:
+        """Forget a request. Its blocks may be freed at once: stores were taken out of them in their own step."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and tracked.put_off:
+            self._count_skipped(len(tracked.put_off))
+
+    def reset_cache(self) -> bool:
+        """From now on nothing that was stored before is served by this server; others still find it."""
+        self._reset_salt = run_nonce().encode()
+        for tracked in self._tracked.values():
+            tracked.lookup = None
+            tracked.salt = self._salt(tracked.request)
+        return True
+
+    def _open_directory(self) -> None:
+        shards = []
+        for rank in self._setup.holders:
+            layout, payload_bytes = self._layouts[rank]
+            identity = with_layout(self._setup.identity, layout)
+            try:
+                namespace = self._setup.volume.namespace(identity, payload_bytes=payload_bytes)
+            except RewarmError as error:
+                logger.warning("Rewarm: nothing is loaded or stored in this run: %s", error.message)
+                self._is_off = True
+                return
+            shards.append(Shard(namespace, rank))
+            self._chunk_bytes += payload_bytes
+        self._directory = ChunkDirectory(shards, store=self._setup.kv.store)
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            # Prompts given as embeddings: older servers leave them out of their block hashes.
+            is_served = getattr(request, "prompt_embeds", None) is None
+            tracked = _Tracked(request, self._salt(request), is_served)
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _salt(self, request: Request) -> bytes:
+        lora: Any = getattr(request, "lora_request", None)
+        if lora is None:
+            return self._reset_salt
+        name = (str(lora.lora_name), str(lora.lora_path))
+        if name not in self._lora_salts:
+            self._lora_salts[name] = self._setup.lora_salt(name[1])
+        return self._lora_salts[name] + self._reset_salt
+
+    def _chunk_id(self, tracked: _Tracked, index: int) -> bytes:
+        block_hash = tracked.request.block_hashes[(index + 1) * self._setup.chunk_tokens // self._setup.hash_tokens - 1]
+        return chunk_id(block_hash, tracked.salt)
+
+    def _chunk_ids(self, tracked: _Tracked) -> list[bytes]:
+        return [self._chunk_id(tracked, index) for index in range(self._num_hashed_chunks(tracked))]
+
+    def _num_hashed_chunks(self, tracked: _Tracked) -> int:
+        return len(tracked.request.block_hashes) * self._setup.hash_tokens // self._setup.chunk_tokens
+
+    def _is_loading(self, chunk: bytes) -> bool:
+        return any(chunk in chunks for chunks in self._loading.values())
+
+    def _order_stores(
+        self, request_id: str, block_ids: list[int], num_computed_tokens: int, output: SchedulerOutput
+    ) -> None:
+        """Order the chunks that are computed by the end of this step; tokens that may yet be rejected have no hash."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        tracked.block_ids = block_ids
+        if self._directory is None or self._setup.kv.read_only or not tracked.is_served:
+            return
+        num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id]
+        num_ready = min(num_tokens // self._setup.chunk_tokens, self._num_hashed_chunks(tracked))
+        put_off = [index for index in tracked.put_off if index < num_ready]
+        tracked.put_off = [index for index in tracked.put_off if index >= num_ready]
+        for index in (*put_off, *range(tracked.num_considered, num_ready)):
+            chunk = self._chunk_id(tracked, index)
+            if self._directory.wants_store(chunk):
+                ids = block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
+                self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
+                self._stores[chunk] = (request_id, index)
+        tracked.num_considered = max(tracked.num_considered, num_ready)
+
+    def _count_skipped(self, num_chunks: int) -> None:
+        self._setup.counters.add("rewarm_kv_stores_total", num_chunks * len(self._setup.holders), "skipped")

@@ -1,0 +1,118 @@
+"""How many tokens make a chunk, and the orders that pass from the scheduler's side to the ranks."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from rewarm.errors import UsageError
+from rewarm.units import MIB, format_size
+
+HOST_TARGET_BYTES = 4 * MIB
+"""KV in host memory: a record of this size reads at full device speed and keeps prefixes fine."""
+DEVICE_TARGET_BYTES = 32 * MIB
+"""KV on a device: each chunk costs a launch a plane, so that small ones starve the host link."""
+MAX_PAYLOAD_BYTES = 256 * MIB
+
+
+def choose_chunk_tokens(block_bytes: int, block_tokens: int, *, target_bytes: int, asked_tokens: int = 0) -> int:
+    """Tokens a chunk: the asked number, else the smallest power of two of blocks that reaches ``target_bytes``.
+
+    The guide, docs/guides/vllm.md, "Chunk size", says what follows from it.
+
+    Args:
+        block_bytes: Bytes of one KV block over all layers of one rank.
+        block_tokens: Tokens a KV block.
+        target_bytes: HOST_TARGET_BYTES or DEVICE_TARGET_BYTES.
+        asked_tokens: What the user asked for; 0: choose.
+    Raises:
+        UsageError: The asked number is no multiple of the block, or its record would be too large.
+    """
+    if asked_tokens:
+        if asked_tokens % block_tokens:
+            lower = max(block_tokens, asked_tokens // block_tokens * block_tokens)
+            raise UsageError(
+                f"chunk_tokens {asked_tokens} is not a multiple of this server's block of {block_tokens} tokens",
+                hint=f"use {lower} or {lower + block_tokens}, or leave it out",
+            )
+        payload_bytes = asked_tokens // block_tokens * block_bytes
+        if payload_bytes > MAX_PAYLOAD_BYTES:
+            raise UsageError(
+                f"a chunk of {asked_tokens} tokens takes {format_size(payload_bytes)} a rank here, "
+                f"more than {format_size(MAX_PAYLOAD_BYTES)}",
+                hint="use fewer tokens a chunk, or leave chunk_tokens out",
+            )
+        return asked_tokens
+    num_blocks = 1
+    while num_blocks * block_bytes < target_bytes:
+        num_blocks *= 2
+    return num_blocks * block_tokens
+
+
+@dataclass(slots=True)
+class ChunkLoad:
+    """One chunk to load into the server's blocks."""
+
+    chunk: bytes
+    """The chunk id; each rank derives its own record key."""
+    block_ids: array[int]
+    """array('q'): blocks to fill, in chunk order, after the first ``skip_blocks``."""
+    skip_blocks: int = 0
+    """Leading blocks of the chunk that are resident already and are left alone."""
+
+
+@dataclass(slots=True)
+class LoadOrder:
+    """All chunks to load for one request, in prefix order."""
+
+    request_id: str
+    chunks: list[ChunkLoad]
+
+
+@dataclass(slots=True)
+class StoreOrder:
+    """One chunk to store: its blocks hold their KV by the end of the step that carries this order."""
+
+    chunk: bytes
+    block_ids: array[int]
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """What one step of the server asks of every rank."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+    idle: bool = False
+    """The step computes nothing: a rank may wait some milliseconds for what it loads, lest the loop spins."""
+    identity: str = ""
+    """Canonical JSON of the part of the identity that all ranks share; sent until every rank has told its layout."""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What the ranks tell the scheduler's side after a step; reports of several ranks add up."""
+
+    layouts: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Rank -> (canonical JSON of the layout of its planes, bytes of its part of a chunk); told once."""
+    stored: dict[bytes, int] = field(default_factory=dict)
+    """Chunk id -> ranks that hold its record now."""
+    dropped: dict[bytes, int] = field(default_factory=dict)
+    """Chunk id -> ranks whose write failed: a full volume, an I/O error."""
+    put_off: dict[bytes, int] = field(default_factory=dict)
+    """Chunk id -> ranks that had no room to stage it; it may be ordered again while its blocks are held."""
+    failed: dict[bytes, int] = field(default_factory=dict)
+    """Chunk id -> the worst Outcome of a load that was not HIT."""
+
+    def __bool__(self) -> bool:
+        return bool(self.layouts or self.stored or self.dropped or self.put_off or self.failed)
+
+    def add(self, other: StepReport) -> None:
+        """Take another rank's report in."""
+        self.layouts.update(other.layouts)
+        pairs = ((self.stored, other.stored), (self.dropped, other.dropped), (self.put_off, other.put_off))
+        for mine, theirs in pairs:
+            for chunk, count in theirs.items():
+                mine[chunk] = mine.get(chunk, 0) + count
+        for chunk, outcome in other.failed.items():
+            self.failed[chunk] = max(self.failed.get(chunk, 0), outcome)

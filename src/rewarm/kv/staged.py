@@ -1,0 +1,285 @@
+"""The worker for KV caches on a device, whichever device torch knows: pinned host memory, side streams, index_copy_.
+
+Load: the engine reads and checks into a pinned ring; a thread copies each good chunk into a staging buffer on the
+device and scatters it into the server's blocks, on a side stream that waits for what the server had queued before. Two
+lanes take turns, so that one chunk is scattered while the next crosses the host link.
+
+Store: a chunk is gathered on the server's own stream, so before anything that may reuse its blocks; the copy to pinned
+memory and the write follow behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rewarm.engine.base import ToSlot
+from rewarm.errors import UnsupportedError
+from rewarm.kv.chunks import LoadOrder, StoreOrder
+from rewarm.kv.worker import CLOSE_WAIT_S, STORE_WAIT_S, Load, RankSetup, RankWorker, StoreBuffer, take_results
+from rewarm.volume import Outcome
+
+if TYPE_CHECKING:
+    from rewarm.kv.planes import PlaneSet
+    from rewarm.volume import Namespace
+
+PAGE_BYTES = 4096
+NUM_LANES = 2
+_POLL_MS = 100
+"""Longest sleep of the load thread: an engine may find a deadline passed only when it is asked."""
+
+logger = logging.getLogger(__name__)
+
+
+class PinnedMemory:
+    """Page-locked host memory that a device copies from and to without a detour; aligned to 4096."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """
+        Args:
+            num_bytes: How much.
+        Raises:
+            UnsupportedError: There is not so much that may be locked.
+        """
+        try:
+            self._tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            if self._tensor.data_ptr() % PAGE_BYTES:
+                padded = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+                self._tensor = padded[-padded.data_ptr() % PAGE_BYTES :][:num_bytes]
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{num_bytes} bytes of host memory cannot be locked for the device: {str(error).splitlines()[0]}",
+                hint="lower ring_bytes or store_buffer_bytes, or raise the limit on locked memory (ulimit -l)",
+            ) from error
+        self.address = int(self._tensor.data_ptr())
+        self.num_bytes = num_bytes
+
+    def at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """The bytes at an address inside, as a tensor."""
+        begin = address - self.address
+        return self._tensor[begin : begin + num_bytes]
+
+
+class _Lane:
+    """A side stream with a staging buffer of one chunk on the device."""
+
+    def __init__(self, planes: PlaneSet, chunk_blocks: int) -> None:
+        self.stream = torch.Stream(planes.device)
+        self.staging = torch.empty(planes.block_bytes * chunk_blocks, dtype=torch.uint8, device=planes.device)
+        self.parts: list[torch.Tensor] = []
+        """A [chunk blocks, page words] view of the staging buffer for each plane."""
+        self.copied: torch.Event | None = None
+        """Store lanes: the staging buffer may be filled again after it."""
+        begin = 0
+        for plane in planes.planes:
+            end = begin + plane.page_bytes * chunk_blocks
+            self.parts.append(self.staging[begin:end].view(plane.words.dtype).view(chunk_blocks, -1))
+            begin = end
+
+
+@dataclass(slots=True)
+class _Active:
+    """A load as the load thread sees it."""
+
+    load: Load
+    ready: torch.Event
+    """What the server had queued when the load was ordered; blocks may be written after it."""
+    block_ids: list[torch.Tensor]
+    """On the device, one a chunk."""
+
+
+class StagedWorker(RankWorker):
+    """See the head of this file."""
+
+    def __init__(self, setup: RankSetup, ring: PinnedMemory) -> None:
+        """
+        Args:
+            setup: As for every worker.
+            ring: The memory that the engine's ring was made of.
+        """
+        super().__init__(setup)
+        planes = setup.planes
+        self._ring = ring
+        self._words = [plane.words for plane in planes.planes]
+        self._load_lanes = [_Lane(planes, setup.chunk_blocks) for _ in range(NUM_LANES)]
+        self._store_lanes = [_Lane(planes, setup.chunk_blocks) for _ in range(NUM_LANES)] if setup.may_store else []
+        num_slots = max(1, setup.store_buffer_bytes // self._slot_bytes)
+        self._memory = PinnedMemory(num_slots * self._slot_bytes) if setup.may_store else None
+        self._buffer = StoreBuffer(self._memory.address if self._memory else 0, num_slots, self._slot_bytes)
+        self._copies: deque[tuple[torch.Event, _Active, int]] = deque()
+        self._incoming: deque[_Active] = deque()
+        self._active: list[_Active] = []
+        self._num_copied = 0
+        self._ended = threading.Event()
+        self._is_closing = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._gathered: queue.SimpleQueue[tuple[Namespace, bytes, int, torch.Event] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_loads, name="rewarm-kv-loads", daemon=True),
+            threading.Thread(target=self._run_stores, name="rewarm-kv-stores", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """See RankWorker."""
+        if self._is_closing:
+            return
+        for load in self._loads.values():
+            if load.handle is not None:
+                load.handle.cancel()
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        self._gathered.put(None)
+        self._threads[1].join(CLOSE_WAIT_S)
+        while self._buffer.is_used and time.monotonic() < deadline:
+            self._reap(self._buffer, deadline - time.monotonic())
+        self._is_closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._threads[0].join(max(0.0, deadline - time.monotonic()))
+
+    # The server's thread.
+
+    def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load:
+        ready = torch.accelerator.current_stream(self._setup.planes.device).record_event()
+        handle = namespace.load([(self._key(c.chunk), ToSlot()) for c in order.chunks], deadline_s=deadline_s)
+        load = Load(order, time.monotonic(), len(order.chunks), handle)
+        self._incoming.append(_Active(load, ready, self._ids_on_device([c.block_ids for c in order.chunks])))
+        os.eventfd_write(self._wake_fd, 1)
+        return load
+
+    def _ids_on_device(self, block_ids: Sequence[array[int]]) -> list[torch.Tensor]:
+        flat = array("q")
+        for ids in block_ids:
+            flat.extend(ids)
+        host = torch.tensor(flat, dtype=torch.int64).pin_memory()
+        on_device = host.to(self._setup.planes.device, non_blocking=True)
+        return list(on_device.split([len(ids) for ids in block_ids]))
+
+    def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
+        assert self._memory is not None
+        deadline = time.monotonic() + STORE_WAIT_S
+        current = torch.accelerator.current_stream(self._setup.planes.device)
+        put_off: list[bytes] = []
+        block_ids = self._ids_on_device([order.block_ids for order in orders])
+        for number, (order, ids) in enumerate(zip(orders, block_ids, strict=True)):
+            address = self._take_slot(self._buffer, deadline)
+            if not address:
+                put_off.append(order.chunk)
+                continue
+            lane = self._store_lanes[number % NUM_LANES]
+            if lane.copied is not None:
+                current.wait_event(lane.copied)
+            for words, part in zip(self._words, lane.parts, strict=True):
+                torch.index_select(words, 0, ids, out=part)
+            lane.stream.wait_event(current.record_event())
+            with lane.stream:
+                self._memory.at(address, self._setup.payload_bytes).copy_(lane.staging, non_blocking=True)
+            lane.copied = lane.stream.record_event()
+            self._gathered.put((namespace, order.chunk, address, lane.copied))
+        self._note_put_off(put_off)
+
+    def _advance(self, wait_s: float) -> None:
+        if wait_s > 0:
+            self._ended.wait(wait_s)
+        self._ended.clear()
+        self._reap(self._buffer, 0.0)
+
+    # The store thread.
+
+    def _run_stores(self) -> None:
+        while (entry := self._gathered.get()) is not None:
+            namespace, chunk, address, copied = entry
+            copied.synchronize()
+            self._buffer.write(namespace.store([(self._key(chunk), address)]), [(chunk, address)])
+
+    # The load thread.
+
+    def _run_loads(self) -> None:
+        device = self._setup.planes.device
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        with torch.inference_mode():
+            while not self._is_closing:
+                try:
+                    self._move_loads()
+                except Exception:  # noqa: PERF203
+                    # Without this thread no load would ever end: those under way fail, and are computed.
+                    logger.exception("moving KV chunks to the device failed")
+                    self._fail_active()
+
+    def _move_loads(self) -> None:
+        while self._incoming:
+            self._active.append(self._incoming.popleft())
+        has_moved = False
+        for active in self._active:
+            for index in take_results(active.load):
+                self._copy(active, index)
+                has_moved = True
+            self._note_end(active)
+        while self._copies and self._copies[0][0].query():
+            self._retire()
+        if has_moved:
+            return
+        if self._copies:
+            self._copies[0][0].synchronize()
+            self._retire()
+        else:
+            self._sleep()
+
+    def _copy(self, active: _Active, index: int) -> None:
+        """Queue one checked chunk's way from its ring slot into the server's blocks."""
+        handle = active.load.handle
+        assert handle is not None
+        lane = self._load_lanes[self._num_copied % NUM_LANES]
+        self._num_copied += 1
+        skip_blocks = active.load.order.chunks[index].skip_blocks
+        lane.stream.wait_event(active.ready)
+        with lane.stream:
+            lane.staging.copy_(self._ring.at(handle.slot_address(index), self._setup.payload_bytes), non_blocking=True)
+            for words, part in zip(self._words, lane.parts, strict=True):
+                words.index_copy_(0, active.block_ids[index], part[skip_blocks:])
+        self._copies.append((lane.stream.record_event(), active, index))
+
+    def _retire(self) -> None:
+        """The oldest copy has ended: its slot goes back, and its chunk is in place."""
+        _, active, index = self._copies.popleft()
+        assert active.load.handle is not None
+        active.load.handle.release(index)
+        active.load.left -= 1
+        self._note_end(active)
+
+    def _note_end(self, active: _Active) -> None:
+        if not active.load.left:
+            self._ended.set()
+            self._active = [other for other in self._active if other is not active]
+
+    def _sleep(self) -> None:
+        waiting = select.poll()
+        waiting.register(self._wake_fd, select.POLLIN)
+        for active in self._active:
+            if active.load.handle is not None:
+                waiting.register(active.load.handle.fileno(), select.POLLIN)
+        ready = waiting.poll(_POLL_MS if self._active else None)
+        if any(fd == self._wake_fd for fd, _ in ready):
+            os.eventfd_read(self._wake_fd)
+
+    def _fail_active(self) -> None:
+        self._copies.clear()
+        for active in self._active:
+            if active.load.handle is not None:
+                active.load.handle.cancel()
+            for index in range(len(active.load.order.chunks)):
+                active.load.failed.setdefault(index, Outcome.IO_ERROR)
+            active.load.left = 0
+            self._note_end(active)

@@ -1,0 +1,320 @@
+"""One rank's side of the KV tier: loads into the server's KV blocks, stores out of them.
+
+This file holds what every device has in common, and the worker for KV caches in host memory, where the engine itself
+scatters and gathers. ``staged.py`` has the worker for all others. A worker is called by its server's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rewarm.engine.base import BlockPlanes, ToBlocks
+from rewarm.engine.memory import AlignedBuffer, alloc_aligned
+from rewarm.errors import RewarmError
+from rewarm.kv.chunks import LoadOrder, StepOrders, StepReport, StoreOrder
+from rewarm.kv.identity import canonical_json, with_layout
+from rewarm.kv.keys import shard_key
+from rewarm.units import MIB, round_up
+from rewarm.volume import Outcome
+
+if TYPE_CHECKING:
+    from rewarm.engine import Engine
+    from rewarm.kv.planes import PlaneSet
+    from rewarm.metrics import Counters
+    from rewarm.volume import LoadHandle, Namespace, StoreHandle, Volume
+
+logger = logging.getLogger(__name__)
+
+STORE_WAIT_S = 0.02
+"""How long a step may wait for room to stage its stores; a chunk that finds none by then is put off."""
+CLOSE_WAIT_S = 10.0
+"""How long close() waits for stores that are under way."""
+LOAD_BYTES_A_SECOND = 128 * MIB
+"""A load's deadline grows by a second for each of these: the slowest device that is still worth waiting for."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A request's load that is under way on this rank."""
+
+    order: LoadOrder
+    started: float
+    left: int
+    """Chunks that are neither in place nor failed."""
+    handle: LoadHandle | None = None
+    failed: dict[int, Outcome] = field(default_factory=dict)
+    """Index of the chunk -> how it ended, where that was not HIT."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What a worker is made of."""
+
+    planes: PlaneSet
+    chunk_blocks: int
+    rank: int
+    """The rank that the keys name: the first of those that hold the same bytes."""
+    may_store: bool
+    """False where another rank stores the same bytes, or the volume is only read."""
+    volume: Volume
+    engine: Engine
+    store_buffer_bytes: int
+    load_deadline_s: float
+    counters: Counters
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one chunk of this rank."""
+        return self.planes.block_bytes * self.chunk_blocks
+
+
+class RankWorker(ABC):
+    """See the head of this file. ``start``, ``save``, ``poll`` are called once a step, in this order."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
+        self._slot_bytes = round_up(setup.payload_bytes, 4096)
+        self._shared_identity = ""
+        self._namespace: Namespace | None = None
+        self._loads: dict[str, Load] = {}
+        self._invalid_blocks: set[int] = set()
+        self._layout = canonical_json(setup.planes.layout)
+        self._report = StepReport(layouts={setup.rank: (self._layout, setup.payload_bytes)})
+
+    def start(self, orders: StepOrders) -> None:
+        """Start the loads of a step."""
+        self._bind(orders)
+        for order in orders.loads:
+            self._loads[order.request_id] = self._load(order)
+
+    def save(self, orders: StepOrders) -> None:
+        """Take the step's stores out of the KV blocks; nothing is read from a block after this returns, or after what
+        the device's current stream holds by then.
+        """
+        self._bind(orders)
+        if orders.stores and self._setup.may_store:
+            if self._namespace is None:
+                self._report.dropped.update({order.chunk: 1 for order in orders.stores})
+            else:
+                self._save(self._namespace, orders.stores)
+
+    def poll(self, wait_s: float = 0.0, ended_requests: Iterable[str] = ()) -> set[str]:
+        """Requests whose load has ended, well or not, since the last call.
+
+        Args:
+            wait_s: Wait up to this long while loads are under way and none has ended.
+            ended_requests: Requests that the server gave up; their loads are cut short, and reported like the rest.
+        """
+        for request_id in ended_requests:
+            load = self._loads.get(request_id)
+            if load is not None and load.handle is not None:
+                load.handle.cancel()
+        self._advance(wait_s if self._loads else 0.0)
+        ended = {request_id for request_id, load in self._loads.items() if not load.left}
+        for request_id in ended:
+            self._finish(self._loads.pop(request_id))
+        return ended
+
+    def take_invalid_blocks(self) -> set[int]:
+        """KV blocks whose load failed, since the last call."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> StepReport:
+        """What the scheduler's side should know, since the last call."""
+        report, self._report = self._report, StepReport()
+        return report
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait a bounded time for stores, end loads, free the buffers. The engine and the volume stay open."""
+
+    @abstractmethod
+    def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load: ...
+
+    @abstractmethod
+    def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None: ...
+
+    @abstractmethod
+    def _advance(self, wait_s: float) -> None:
+        """Bring loads and stores up to date; wait at most ``wait_s`` for a load to end."""
+
+    def _bind(self, orders: StepOrders) -> None:
+        if orders.identity and orders.identity != self._shared_identity:
+            self._shared_identity = orders.identity
+            identity = with_layout(orders.identity, self._layout)
+            try:
+                self._namespace = self._setup.volume.namespace(identity, payload_bytes=self._setup.payload_bytes)
+            except RewarmError as error:
+                logger.warning("Rewarm: nothing is loaded or stored here: %s", error.message)
+
+    def _load(self, order: LoadOrder) -> Load:
+        if self._namespace is None:
+            failed = dict.fromkeys(range(len(order.chunks)), Outcome.IO_ERROR)
+            return Load(order, time.monotonic(), 0, None, failed)
+        deadline_s = self._setup.load_deadline_s + len(order.chunks) * self._setup.payload_bytes / LOAD_BYTES_A_SECOND
+        return self._start_load(self._namespace, order, deadline_s)
+
+    def _key(self, chunk: bytes) -> bytes:
+        return shard_key(chunk, self._setup.rank)
+
+    def _finish(self, load: Load) -> None:
+        counters = self._setup.counters
+        for index, outcome in load.failed.items():
+            chunk = load.order.chunks[index]
+            self._invalid_blocks.update(chunk.block_ids)
+            self._report.failed[chunk.chunk] = max(self._report.failed.get(chunk.chunk, 0), int(outcome))
+        num_hits = len(load.order.chunks) - len(load.failed)
+        page_bytes = self._setup.planes.block_bytes
+        num_blocks = sum(len(c.block_ids) for i, c in enumerate(load.order.chunks) if i not in load.failed)
+        counters.add("rewarm_kv_loads_total", num_hits, "hit")
+        for outcome in load.failed.values():
+            counters.add("rewarm_kv_loads_total", 1, outcome.name.lower())
+        counters.add("rewarm_kv_load_bytes_total", num_blocks * page_bytes)
+        counters.observe("rewarm_kv_load_seconds", time.monotonic() - load.started)
+
+    def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool]) -> None:
+        counters = self._setup.counters
+        for chunk, is_stored in zip(chunks, results, strict=True):
+            counts = self._report.stored if is_stored else self._report.dropped
+            counts[chunk] = counts.get(chunk, 0) + 1
+        num_stored = sum(results)
+        counters.add("rewarm_kv_stores_total", num_stored, "stored")
+        counters.add("rewarm_kv_stores_total", len(results) - num_stored, "failed")
+        counters.add("rewarm_kv_store_bytes_total", num_stored * self._setup.payload_bytes)
+
+    def _reap(self, buffer: StoreBuffer, wait_s: float) -> None:
+        for chunks, results in buffer.reap(wait_s):
+            self._note_stored(chunks, results)
+
+    def _take_slot(self, buffer: StoreBuffer, deadline: float) -> int:
+        """Address of a slot for one payload; 0: none came free before ``deadline``."""
+        address = buffer.take()
+        if not address:
+            self._reap(buffer, deadline - time.monotonic())
+            address = buffer.take()
+        return address
+
+    def _note_put_off(self, chunks: Iterable[bytes]) -> None:
+        for chunk in chunks:
+            self._report.put_off[chunk] = self._report.put_off.get(chunk, 0) + 1
+
+
+def take_results(load: Load) -> list[int]:
+    """Indices of chunks that are delivered since the last call; failed ones are noted in ``load``."""
+    delivered = []
+    if load.handle is not None:
+        for index, outcome in load.handle.take():
+            if outcome is Outcome.HIT:
+                delivered.append(index)
+            else:
+                load.failed[index] = outcome
+                load.left -= 1
+    return delivered
+
+
+class StoreBuffer:
+    """Host memory in slots of one payload each, and the writes that are under way out of them. Thread-safe."""
+
+    def __init__(self, address: int, num_slots: int, slot_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._free = [address + slot * slot_bytes for slot in reversed(range(num_slots))]
+        self._num_slots = num_slots
+        self._writes: deque[tuple[StoreHandle, list[tuple[bytes, int]]]] = deque()
+
+    def take(self) -> int:
+        """Address of a free slot; 0: none is free."""
+        with self._lock:
+            return self._free.pop() if self._free else 0
+
+    def write(self, handle: StoreHandle, staged: list[tuple[bytes, int]]) -> None:
+        """Note a write of ``staged`` (chunk id, slot); the slots come back when it ends."""
+        with self._lock:
+            self._writes.append((handle, staged))
+
+    def reap(self, wait_s: float = 0.0) -> list[tuple[list[bytes], list[bool]]]:
+        """(chunk ids, whether each is stored) of writes that have ended; waits at most ``wait_s`` for the oldest."""
+        with self._lock:
+            oldest = self._writes[0][0] if self._writes else None
+        if wait_s > 0 and oldest is not None:
+            oldest.wait(wait_s)
+        ended = []
+        with self._lock:
+            for _ in range(len(self._writes)):
+                handle, staged = self._writes.popleft()
+                if not handle.done():
+                    self._writes.append((handle, staged))
+                    continue
+                self._free.extend(address for _, address in staged)
+                ended.append(([chunk for chunk, _ in staged], handle.results()))
+        return ended
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any slot is taken."""
+        with self._lock:
+            return len(self._free) < self._num_slots
+
+
+class HostWorker(RankWorker):
+    """For KV caches in host memory with pages of one size: no copy but the engine's own, no thread here."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        super().__init__(setup)
+        addresses = array("Q", [plane.words.data_ptr() for plane in setup.planes.planes])
+        self._block_planes = BlockPlanes(addresses, setup.planes.page_bytes)
+        num_slots = max(1, setup.store_buffer_bytes // self._slot_bytes)
+        self._memory: AlignedBuffer = alloc_aligned(num_slots * self._slot_bytes)
+        self._buffer = StoreBuffer(self._memory.address, num_slots, self._slot_bytes)
+
+    def close(self) -> None:
+        """See RankWorker."""
+        for load in self._loads.values():
+            if load.handle is not None:
+                load.handle.cancel()
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while self._buffer.is_used and time.monotonic() < deadline:
+            self._reap(self._buffer, deadline - time.monotonic())
+        if not self._buffer.is_used:
+            self._memory.close()
+
+    def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load:
+        targets = [
+            (self._key(chunk.chunk), ToBlocks(self._block_planes, chunk.block_ids, chunk.skip_blocks))
+            for chunk in order.chunks
+        ]
+        handle = namespace.load(targets, deadline_s=deadline_s)
+        return Load(order, time.monotonic(), len(order.chunks), handle)
+
+    def _advance(self, wait_s: float) -> None:
+        if wait_s > 0:
+            oldest = next(iter(self._loads.values()))
+            if oldest.handle is not None:
+                oldest.handle.wait(wait_s)
+        for load in self._loads.values():
+            load.left -= len(take_results(load))
+        self._reap(self._buffer, 0.0)
+
+    def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
+        deadline = time.monotonic() + STORE_WAIT_S
+        staged: list[tuple[bytes, int]] = []
+        put_off: list[bytes] = []
+        for order in orders:
+            address = self._take_slot(self._buffer, deadline)
+            if not address:
+                put_off.append(order.chunk)
+                continue
+            self._setup.engine.gather(self._block_planes, order.block_ids, address)
+            staged.append((order.chunk, address))
+        if staged:
+            handle = namespace.store([(self._key(chunk), address) for chunk, address in staged])
+            self._buffer.write(handle, staged)
+        self._note_put_off(put_off)
