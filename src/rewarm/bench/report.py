@@ -73,7 +73,7 @@ def measured(
         floor_ratio=paired_ratios(values, floors) if floors and all(floors) else None,
         floor_difference=paired_differences(values, floors) if floors else None,
         peer=spread(peers).median if peers else None,
-        peer_ratio=peer_ratio or (paired_ratios(values, peers) if peers and all(peers) else None),
+        peer_ratio=peer_ratio or (paired_ratios(values, peers) if peers and min(*values, *peers) > 0 else None),
         note=note,
         rounds={side: series for side, series in rounds.items() if series},
     )

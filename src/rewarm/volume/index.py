@@ -6,6 +6,7 @@ the record's header has the whole key, so the worst that follows is a load that 
 
 from __future__ import annotations
 
+import struct
 import threading
 from array import array
 from collections.abc import Iterable
@@ -13,12 +14,13 @@ from collections.abc import Iterable
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _MIN_SLOTS = 1024
 _MAX_LOAD = 0.6
+_ends = struct.Struct("<Q16xQ").unpack  # in one call: half of a look-up's time was slicing the key
 
 
 def fingerprint(key: bytes) -> int:
     """64 bits of a 32-byte key, never 0: le64(key[0:8]) ^ rotl64(le64(key[24:32]), 1)."""
-    tail = int.from_bytes(key[24:32], "little")
-    return (int.from_bytes(key[:8], "little") ^ (tail << 1 & _U64 | tail >> 63)) or 1
+    head, tail = _ends(key)
+    return (head ^ (tail << 1 & _U64 | tail >> 63)) or 1
 
 
 class KeyIndex:
@@ -43,8 +45,8 @@ class KeyIndex:
         """Whether the key was added and not removed since."""
         table = self._table
         mask = len(table) - 1
-        tail = int.from_bytes(key[24:32], "little")
-        wanted = (int.from_bytes(key[:8], "little") ^ (tail << 1 & _U64 | tail >> 63)) or 1
+        head, tail = _ends(key)
+        wanted = (head ^ (tail << 1 & _U64 | tail >> 63)) or 1
         slot = wanted & mask
         while True:
             found = table[slot]

@@ -36,6 +36,9 @@ class Namespace:
         self.id = file.id
         self.payload_bytes = file.payload_bytes
         self._indexes = [KeyIndex() for _ in volume.roots]
+        self._looks = [
+            (index.contains, root.health.loads) for index, root in zip(self._indexes, volume.roots, strict=True)
+        ]
         self._scanned = threading.Event()
         threading.Thread(target=self._scan, name="rewarm-scan", daemon=True).start()
 
@@ -54,8 +57,8 @@ class Namespace:
 
     def contains(self, key: bytes) -> bool:
         """Whether this process knows the record to be there; in memory only."""
-        for root, index in zip(self._volume.roots, self._indexes, strict=True):
-            if index.contains(key) and not root.health.loads.is_on:
+        for is_known, pause in self._looks:  # noqa: SIM110 - any() over a generator takes half as long again
+            if is_known(key) and not pause.is_on:
                 return True
         return False
 

@@ -51,10 +51,11 @@ def test_memory_tells_right_bytes_from_wrong_and_missing_ones(memory: Memory) ->
 
 
 @pytest.mark.parametrize("tool", ["own", "fio"])
-def test_a_floor_reads_and_writes_what_it_says(tmp_path: Path, tool: str) -> None:
+def test_a_floor_reads_and_writes_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     _probe_direct(tmp_path)
     if tool == "fio" and shutil.which("fio") is None:
         pytest.skip("fio is not installed")
+    monkeypatch.setattr("rewarm.bench.floor._SETTING_TURNS", 1)
     floor = open_floor(tmp_path, file_bytes=4 * MIB, calibration_bytes=1 * MIB, tool=tool)
     for turn in (floor.load(SHAPE), floor.store(SHAPE)):
         assert turn.num_bytes == SHAPE.num_bytes
