@@ -203,12 +203,11 @@ void watch_by(rw_engine *e, int64_t at_ns)
     }
 }
 
-static uint32_t default_workers(uint32_t kind)
+/* Enough to keep a device busy, and a few more: an open, a rename or a whole record's write holds one. */
+static uint32_t default_workers(void)
 {
-    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    const long workers = kind == RW_URING ? cores : 4 * cores;
-    const long low = kind == RW_URING ? 2 : 8, high = kind == RW_URING ? 8 : 32;
-    return (uint32_t)(workers < low ? low : workers > high ? high : workers);
+    const long workers = 4 * sysconf(_SC_NPROCESSORS_ONLN);
+    return (uint32_t)(workers < 8 ? 8 : workers > 32 ? 32 : workers);
 }
 
 static int make_ring(rw_engine *e, const rw_config *config)
@@ -270,7 +269,7 @@ int rw_engine_open(const rw_config *config, rw_engine **engine)
         return -ENOMEM;
     e->pid = getpid();
     e->kind = config->kind;
-    e->base_workers = config->num_workers ? config->num_workers : default_workers(config->kind);
+    e->base_workers = config->num_workers ? config->num_workers : default_workers();
     e->watch_until_ns = NO_DEADLINE;
     pthread_mutex_init(&e->lock, NULL);
     pthread_cond_t *conditions[] = {&e->work, &e->watch, &e->quiet, &e->hold_changed};

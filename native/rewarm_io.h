@@ -122,6 +122,14 @@ RW_API const char *rw_crc32c_kind(void);
 RW_API void rw_record_pack(const rw_header *header, uint8_t *page);
 RW_API int rw_record_parse(const uint8_t *page, rw_header *header);
 
+/* Fingerprints of the records below a namespace's directory, in no order: names <hh>/<64 hex digits>.rec, no stat.
+ * le64(key[0:8]) ^ rotl64(le64(key[24:32]), 1), 1 where that is 0. Returns how many there are, also where that is more
+ * than `capacity`: then call again with more room; or -errno. */
+RW_API int64_t rw_scan(const char *directory, uint32_t num_threads, uint64_t *fingerprints, uint64_t capacity);
+/* Adds fingerprints to an open-addressed table: num_slots, a power of two, more than will be filled; linear probing from
+ * fingerprint & (num_slots - 1); 0 is an empty slot, fingerprint 0 is kept as 1. Returns how many were not there yet. */
+RW_API uint64_t rw_index_add(uint64_t *table, uint64_t num_slots, const uint64_t *fingerprints, uint64_t n);
+
 /* For tests: holds the I/O of files whose path contains `part`, after it counts as submitted; NULL lets all go on. */
 RW_API int rw_test_hold(rw_engine *engine, const char *part);
 

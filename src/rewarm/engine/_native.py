@@ -126,6 +126,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rw_crc32c_kind": (c_char_p, ()),
     "rw_record_pack": (None, (POINTER(Header), c_void_p)),
     "rw_record_parse": (c_int, (c_void_p, POINTER(Header))),
+    "rw_scan": (c_int64, (c_char_p, c_uint32, c_void_p, c_uint64)),
+    "rw_index_add": (c_uint64, (c_void_p, c_uint64, c_void_p, c_uint64)),
     "rw_test_hold": (c_int, (c_void_p, c_char_p)),
 }
 """Name -> result, arguments. rw_transfer arrays go as bytes."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Iterable
+
+from rewarm.engine.scan import add_to_table
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _MIN_SLOTS = 1024
@@ -58,15 +59,15 @@ class KeyIndex:
 
     def add(self, key: bytes) -> None:
         """Add one key."""
-        self.add_fingerprints((fingerprint(key),))
+        self.add_fingerprints(array("Q", (fingerprint(key),)))
 
-    def add_fingerprints(self, fingerprints: Iterable[int]) -> None:
-        """Add many."""
+    def add_fingerprints(self, fingerprints: array[int]) -> None:
+        """Add many, an array('Q')."""
         with self._lock:
-            for wanted in fingerprints:
-                if self._count + 1 > len(self._table) * _MAX_LOAD:
-                    self._grow()
-                self._count += _insert(self._table, wanted or 1)
+            need = self._count + len(fingerprints)
+            if need > len(self._table) * _MAX_LOAD:
+                self._grow(need)
+            self._count += add_to_table(self._table, fingerprints)
 
     def discard(self, key: bytes) -> None:
         """Remove one key if it is there; what lay behind it moves up, so that no hole cuts a chain."""
@@ -91,20 +92,10 @@ class KeyIndex:
                     hole = slot
             table[hole] = 0
 
-    def _grow(self) -> None:
-        table = array("Q", bytes(16 * len(self._table)))
-        for value in self._table:
-            if value:
-                _insert(table, value)
+    def _grow(self, need: int) -> None:
+        slots = len(self._table)
+        while need > slots * _MAX_LOAD:
+            slots *= 2
+        table = array("Q", bytes(8 * slots))
+        add_to_table(table, array("Q", filter(None, self._table)))
         self._table = table
-
-
-def _insert(table: array[int], wanted: int) -> bool:
-    mask = len(table) - 1
-    slot = wanted & mask
-    while table[slot]:
-        if table[slot] == wanted:
-            return False
-        slot = (slot + 1) & mask
-    table[slot] = wanted
-    return True
