@@ -41,7 +41,7 @@ class Row:
 
     case: int
     fault: str
-    fired: bool = True
+    fired: bool = False
     chunks: int = 0
     victim: int = 0
     good: int = 0
@@ -150,6 +150,7 @@ class Campaign:
             subject.store_as_stranger(prompt)
         assert case.fault.damage
         case.fault.damage(rng, subject.record(prompt, victim, sibling))
+        row.fired = True
         restart = rng.random() < 0.3
         row.story.append(f"damaged chunk {victim} of {row.chunks}, sibling {sibling}, restart: {restart}")
         if restart:

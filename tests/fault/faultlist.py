@@ -234,7 +234,7 @@ FAULTS: tuple[Fault, ...] = (
     _rest("missing", 1, "the file is gone", _remove, _ABSENT),
     _rest("directory", 1, "a directory in place of the file", _replace("directory"), _ERROR),
     _rest("link", 1, "a link to another record in place of the file", _replace("link")),
-    _rest("link-nowhere", 1, "a link to nowhere in place of the file", _replace("nowhere"), _ABSENT),
+    _rest("link-nowhere", 1, "a link to nowhere in place of the file", _replace("nowhere")),
     _load("read-eio", 3, _ERROR, "EIO from a read", Action.FAIL, error=errno.EIO),
     _load("open-eio", 1, _ERROR, "EIO from an open", Action.FAIL, Op.OPEN, errno.EIO),
     _load("open-emfile", 1, _ERROR, "no descriptor left", Action.FAIL, Op.OPEN, errno.EMFILE),

@@ -8,7 +8,6 @@ byte served, whichever part was at fault.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from derived import POISON, derived_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,6 @@ NUM_LAYERS = 3
 NUM_KV_HEADS = 2
 HEAD_SIZE = 18
 """An odd size on purpose: a chunk's payload then ends inside a page, so that records have padding to damage."""
-
-POISON = 0xA5C3F00D
 
 MAX_STEPS = 20_000
 """Steps after which a request that does not end counts as hung; each idle step yields to the workers."""
@@ -50,15 +48,6 @@ def write_tiny_model(folder: Path) -> Path:
     header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(16)))
     return folder
-
-
-def derived_block(key: bytes, words: int, model: str = "") -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """The bytes that a key demands of a model: every word depends on the key, on the model and on its place."""
-    seed = int.from_bytes(hashlib.blake2b(key, digest_size=8, person=model.encode()).digest(), "little") | 1
-    place = np.arange(1, words + 1, dtype=np.uint64)
-    mixed = place * np.uint64(seed)
-    mixed ^= mixed >> np.uint64(29)
-    return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32)
 
 
 @dataclass

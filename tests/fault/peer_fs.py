@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from derived import POISON, derived_block
 from faultlist import Layout, Record
-from mini_server import POISON, derived_block
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import broken
 import faultshim
 from campaign import Campaign, Row, Subject
 from faultlist import BY_NAME, Case, deal
@@ -54,6 +55,10 @@ def make_subject(name: str, engine: str) -> Subject:
         from subject_fs import FsSubject
 
         return FsSubject()
+    if name == "engine":
+        from subject_engine import EngineSubject
+
+        return EngineSubject(engine)
     from subject_rewarm import RewarmSubject
 
     return RewarmSubject(engine)
@@ -62,13 +67,14 @@ def make_subject(name: str, engine: str) -> Subject:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", choices=["rewarm", "vllm-fs"], default="rewarm")
+    parser.add_argument("--subject", choices=["rewarm", "engine", "vllm-fs"], default="rewarm")
     parser.add_argument("--engine", default="auto", help="io_uring, threads, pure or auto")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="stop when so many faults were injected")
     parser.add_argument("--case", type=int, help="this case alone, with its story")
     parser.add_argument("--kind", help="only faults of this name")
     parser.add_argument("--folder", type=Path, help="where the roots lie; default: a new folder, removed at the end")
+    parser.add_argument("--broken", choices=["reader", "writer"], help="break the pure engine: is it seen?")
     parser.add_argument("--rows", type=Path, help="write one JSON line a case here")
     return parser.parse_args(argv)
 
@@ -103,6 +109,8 @@ def dealt(args: argparse.Namespace) -> Iterator[Case]:
 
 def run(args: argparse.Namespace, folder: Path, shim: Shim | None) -> int:
     """Run the cases in this process, which runs under the shim."""
+    if args.broken:
+        broken.install(args.broken)
     subject = make_subject(args.subject, args.engine)
     zygote = Zygote() if shim else None
     campaign = Campaign(subject, folder, shim, zygote)
