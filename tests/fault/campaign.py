@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
+import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 FRESH_ROOT_EVERY = 200
 """Cases after which the campaign starts on an empty root, so that it needs little room."""
+OWN_ROOT = (Phase.KILL_EVICT, Phase.KILL_IMPORT)
+"""Cases that change the whole root, and so have one of their own."""
 KILLS = (Action.KILL_BEFORE, Action.KILL_AFTER, Action.KILL_MID)
 
 
@@ -48,6 +53,7 @@ class Row:
     wrong: int = 0
     wrong_again: int = 0
     damaged: int = 0
+    seconds: float = 0.0
     complaints: list[str] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
 
@@ -64,8 +70,14 @@ class Subject(Protocol):
     def applies(self, fault: Fault) -> bool:
         """Whether this format or product has the thing that the fault strikes."""
 
+    def twin(self) -> Subject:
+        """Another one like this, for a root of its own."""
+
     def begin(self, root: Path) -> None:
         """Start on an empty root."""
+
+    def expect_full(self) -> None:
+        """From now on the root may be full: let run what makes room."""
 
     def reopen(self) -> None:
         """A restart: new objects over the same files."""
@@ -103,43 +115,80 @@ class Campaign:
 
     def __init__(self, subject: Subject, folder: Path, shim: Shim | None, zygote: Zygote | None) -> None:
         self.subject = subject
+        """Of the case that runs: the one on the shared root, or a twin."""
+        self.root = folder
+        """Of the case that runs."""
         self.folder = folder
         self.shim = shim
         self.zygote = zygote
-        self._steps: dict[tuple[Phase, Op], int] = {}
+        self._shared = subject
         self._root_number = -1
+        self._steps: dict[tuple[Phase, Op], int] = {}
         self._told: list[str] = []
 
     def run(self, case: Case) -> Row | None:
         """One case; None where it does not apply, or needs the shim and there is none."""
         fault = case.fault
-        if not self.subject.applies(fault) or (fault.phase is not Phase.AT_REST and self.shim is None):
+        if not self._shared.applies(fault) or (fault.phase is not Phase.AT_REST and self.shim is None):
             return None
-        self._fresh_root(case.number)
         row = Row(case.number, fault.name)
         self._told = row.story
+        started = time.monotonic()
         try:
-            if fault.phase is Phase.AT_REST:
-                self._at_rest(case, row)
-            elif fault.phase is Phase.LOAD:
-                self._in_load(case, row)
-            elif fault.phase is Phase.STORE:
-                self._in_store(case, row)
+            if fault.phase in OWN_ROOT:
+                self._begin(self._shared.twin(), self.folder / "own")
             else:
-                self._kill(case, row)
+                self._share_root(case.number)
+            self._phase(case, row)
         except Exception as error:  # noqa: BLE001 - an exception out of a storage fault is a finding of its own
             row.complaints.append(f"raised {type(error).__name__}: {error}")
             row.story.append(traceback.format_exc())
-            self._root_number = -1
-        finally:
-            if self.shim:
-                self.shim.disarm()
+        if self.shim:
+            self.shim.disarm()
+        if self.subject is not self._shared:
+            self._end()
+        elif row.complaints:  # what is wrong there must not show in the next case again
+            self.close()
+        row.seconds = round(time.monotonic() - started, 3)
         return row
 
     def close(self) -> None:
-        """Stop the subject."""
+        """Stop what runs on the shared root, and remove that."""
         if self._root_number >= 0:
+            self.subject, self.root = self._shared, self.folder / f"root{self._root_number}"
+            self._end()
+            self._root_number = -1
+
+    def _phase(self, case: Case, row: Row) -> None:
+        if case.fault.phase is Phase.AT_REST:
+            self._at_rest(case, row)
+        elif case.fault.phase is Phase.LOAD:
+            self._in_load(case, row)
+        elif case.fault.phase is Phase.STORE:
+            self._in_store(case, row)
+        else:
+            self._kill(case, row)
+
+    def _share_root(self, number: int) -> None:
+        wanted = number // FRESH_ROOT_EVERY
+        root = self.folder / f"root{wanted}"
+        if wanted == self._root_number:
+            self.subject, self.root = self._shared, root
+            return
+        self.close()
+        self._begin(self._shared, root)
+        self._root_number = wanted
+
+    def _begin(self, subject: Subject, root: Path) -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        self.subject, self.root = subject, root
+        subject.begin(root)
+
+    def _end(self) -> None:
+        with suppress(Exception):  # a case that failed may have left it unusable, and has said so
             self.subject.end()
+        shutil.rmtree(self.root)
 
     # Phases
 
@@ -157,6 +206,9 @@ class Campaign:
             subject.reopen()
         struck = [victim, sibling] if case.fault.name == "swap" else [victim]
         self._judge_load(case, row, prompt, struck)
+        if case.fault.needs_janitor:
+            subject.reopen()  # its log is written then
+            row.complaints += subject.untidy()
         self._judge_healed(row, prompt)
 
     def _in_load(self, case: Case, row: Row) -> None:
@@ -175,6 +227,8 @@ class Campaign:
         self.shim.disarm()
         row.fired = self.shim.fired > 0
         row.story += [f"shim saw {self.shim.seen}, struck {self.shim.fired}", *self.shim.log()]
+        if case.fault.effect is Effect.ERROR:
+            subject.reopen()  # a root that failed is left alone for a while
         self._judge_healed(row, prompt)
 
     def _in_store(self, case: Case, row: Row) -> None:
@@ -183,6 +237,8 @@ class Campaign:
         assert order
         assert self.shim
         limit = self._count_steps(case.fault.phase, order.ops)
+        if order.error == errno.ENOSPC:
+            subject.expect_full()
         prompt = subject.prompt(rng)
         row.chunks = subject.chunks(prompt)
         nth = rng.randint(1, limit)
@@ -230,23 +286,6 @@ class Campaign:
         row.complaints += subject.untidy()
 
     # Helpers
-
-    @property
-    def root(self) -> Path:
-        """The root of now."""
-        return self.folder / f"root{self._root_number}"
-
-    def _fresh_root(self, number: int) -> None:
-        wanted = number // FRESH_ROOT_EVERY
-        if wanted == self._root_number:
-            return
-        if self._root_number >= 0:
-            self.subject.end()
-            shutil.rmtree(self.root)
-        self._root_number = wanted
-        shutil.rmtree(self.root, ignore_errors=True)
-        self.root.mkdir()
-        self.subject.begin(self.root)
 
     def _stored_prompt(self, rng: random.Random, row: Row) -> tuple[Any, int, int]:
         prompt = self.subject.prompt(rng)

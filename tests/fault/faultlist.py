@@ -93,6 +93,8 @@ class Fault:
     """Its line in docs/guides/faults.md."""
     damage: Damage | None = None
     order: Order | None = None
+    needs_janitor: bool = False
+    """What stands there cannot be written over: the next store works after a janitor has put it away."""
     needs_header: bool = False
     """Makes sense only for a format with a header page, or padding."""
 
@@ -232,7 +234,15 @@ FAULTS: tuple[Fault, ...] = (
     _rest("version", 2, "a header of an unknown version", _reseal("version"), header=True),
     _rest("reseal", 3, "a header field is wrong, its checksum right", _reseal("any"), header=True),
     _rest("missing", 1, "the file is gone", _remove, _ABSENT),
-    _rest("directory", 1, "a directory in place of the file", _replace("directory"), _ERROR),
+    Fault(
+        "directory",
+        1,
+        Phase.AT_REST,
+        _DAMAGE,
+        "a directory in place of the file",
+        _replace("directory"),
+        needs_janitor=True,
+    ),
     _rest("link", 1, "a link to another record in place of the file", _replace("link")),
     _rest("link-nowhere", 1, "a link to nowhere in place of the file", _replace("nowhere")),
     _load("read-eio", 3, _ERROR, "EIO from a read", Action.FAIL, error=errno.EIO),

@@ -59,6 +59,10 @@ def make_subject(name: str, engine: str) -> Subject:
         from subject_engine import EngineSubject
 
         return EngineSubject(engine)
+    if name == "volume":
+        from subject_volume import VolumeSubject
+
+        return VolumeSubject(engine)
     from subject_rewarm import RewarmSubject
 
     return RewarmSubject(engine)
@@ -67,7 +71,7 @@ def make_subject(name: str, engine: str) -> Subject:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", choices=["rewarm", "engine", "vllm-fs"], default="rewarm")
+    parser.add_argument("--subject", choices=["rewarm", "volume", "engine", "vllm-fs"], default="rewarm")
     parser.add_argument("--engine", default="auto", help="io_uring, threads, pure or auto")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="stop when so many faults were injected")
@@ -83,7 +87,9 @@ def main(argv: list[str]) -> int:
     """Run the cases; 0 when none has a complaint."""
     args = parse(argv)
     if "FAULTSHIM_CONTROL" in os.environ:
-        return run(args, Path(os.environ["FAULTSHIM_CONTROL"]).parent, Shim(Path(os.environ["FAULTSHIM_CONTROL"])))
+        del os.environ["LD_PRELOAD"]  # programs that are started from here run without the shim
+        control = Path(os.environ.pop("FAULTSHIM_CONTROL"))
+        return run(args, control.parent, Shim(control))
     folder = Path(tempfile.mkdtemp(prefix="rewarm-faults-", dir=args.folder))
     try:
         if missing := faultshim.missing():

@@ -48,6 +48,13 @@ class EngineSubject:
         """It neither evicts nor imports."""
         return fault.phase not in {Phase.KILL_EVICT, Phase.KILL_IMPORT}
 
+    def twin(self) -> EngineSubject:
+        """Another one; nothing here needs it."""
+        return EngineSubject(self.kind)
+
+    def expect_full(self) -> None:
+        """It has nothing that makes room."""
+
     def begin(self, root: Path) -> None:
         """Start on an empty root."""
         self.root = root

@@ -32,6 +32,13 @@ class FsSubject:
         """It has no header page, no padding, no eviction and no import."""
         return not fault.needs_header and fault.phase not in (Phase.KILL_EVICT, Phase.KILL_IMPORT)
 
+    def twin(self) -> FsSubject:
+        """Another one; nothing here needs it."""
+        return FsSubject()
+
+    def expect_full(self) -> None:
+        """It has nothing that makes room."""
+
     def begin(self, root: Path) -> None:
         """Start on an empty root."""
         self.root = root

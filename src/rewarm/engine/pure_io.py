@@ -31,6 +31,7 @@ Stop = Callable[[], int]
 
 # A planted symlink or FIFO is refused, not followed or waited for.
 _RECORD_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+_NOT_A_RECORD = {errno.ENODATA, errno.ELOOP, errno.ESPIPE, errno.EISDIR}
 _FILE_MODE, _DIR_MODE = 0o600, 0o700
 _MKDIR_TRIES = 3
 
@@ -146,7 +147,7 @@ def read_record(transfer: ReadRecord, header_page: memoryview, payload: memoryvi
     except (DamageError, FormatVersionError):
         return errno.EBADMSG
     except OSError as error:
-        return errno.EBADMSG if error.errno in {errno.ENODATA, errno.ELOOP, errno.ESPIPE} else error.errno or errno.EIO
+        return errno.EBADMSG if error.errno in _NOT_A_RECORD else error.errno or errno.EIO
     return 0
 
 

@@ -20,6 +20,8 @@ _OF_THE_DEVICE = {
     errno.ESHUTDOWN,
 }
 """Errors that speak of the root, not of one record."""
+_OF_ONE_NAME = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ECANCELED}
+"""Something else stands where one record should be: the others can be written."""
 
 
 class Pause:
@@ -68,5 +70,5 @@ class RootHealth:
         """Learn from the result of a write: 0 or errno."""
         if result == 0:
             self.stores.worked()
-        elif result != errno.ECANCELED:
+        elif result not in _OF_ONE_NAME:
             self.stores.failed()

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
+import stat
 import struct
 import time
 from collections.abc import Callable
@@ -40,6 +42,8 @@ RECOUNT_S = 900.0
 MAX_HEADROOM_BYTES = 256 * MIB
 """Kept free, so that a burst of stores need not wait: 2 % of the capacity, at most this."""
 MAX_QUARANTINED = 8
+UNBORN_S = 600.0
+"""Age from which a session that was never locked belongs to no process."""
 _UNLINK_BATCH = 64
 _ORDER_ENTRY = struct.Struct("<B7x32s32s")
 _ORDER_MAGIC = b"RWO1"
@@ -185,8 +189,10 @@ class RootJanitor:
                 self._order.set_size(number, namespace.record_bytes)
 
     def _fold_sessions(self) -> None:
-        names = [name for name in os.listdir(self._paths.sessions) if not name.startswith(NEW_PREFIX)]
-        for name in names:
+        for name in os.listdir(self._paths.sessions):
+            if name.startswith(NEW_PREFIX):
+                self._remove_unborn(os.path.join(self._paths.sessions, name))
+                continue
             reader = self._readers.setdefault(name, SessionReader(os.path.join(self._paths.sessions, name)))
             is_dead = reader.is_dead()
             with suppress(FileNotFoundError):
@@ -195,6 +201,13 @@ class RootJanitor:
                     if reader.remove():
                         self._next_recount = 0.0
                     del self._readers[name]
+
+    @staticmethod
+    def _remove_unborn(directory: str) -> None:
+        """A session whose process died before its lock was held; a young one may be about to be locked."""
+        with suppress(FileNotFoundError):
+            if time.time() - os.stat(directory).st_mtime > UNBORN_S:
+                SessionReader(directory).remove()
 
     def _fold(self, reader: SessionReader) -> None:
         """Newest stores first: the last chunk of a context, which no other one needs, is to go before its first."""
@@ -222,6 +235,7 @@ class RootJanitor:
         target = os.path.join(self._paths.quarantine, f"{time.time_ns()}-{namespace_id.hex()[:16]}-{key.hex()}.rec")
         with suppress(FileNotFoundError):
             os.rename(path, target)
+            self._usage.free(namespace.record_bytes - os.stat(target, follow_symlinks=False).st_size)
         self._order.discard(self._numbers[namespace_id] + key)
         self._prune_quarantine()
 
@@ -229,9 +243,12 @@ class RootJanitor:
         for name in sorted(os.listdir(self._paths.quarantine))[:-MAX_QUARANTINED]:
             path = os.path.join(self._paths.quarantine, name)
             with suppress(FileNotFoundError):
-                num_bytes = os.stat(path, follow_symlinks=False).st_size
-                os.unlink(path)
-                self._usage.free(num_bytes)
+                found = os.stat(path, follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode):  # somebody put it where a record should be
+                    shutil.rmtree(path)
+                else:
+                    os.unlink(path)
+                self._usage.free(found.st_size)
 
     def _sync(self) -> None:
         write_mark(self._paths, host_name())
