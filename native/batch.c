@@ -47,10 +47,10 @@ static int compare_checksums(const transfer *t)
     return memcmp(t->found, t->expected, pieces * sizeof *t->found) ? EBADMSG : 0;
 }
 
-/* A file that ends early, a symlink, a FIFO in a record's place: damage. */
+/* A file that ends early, a symlink, a FIFO or a directory in a record's place: damage. */
 static int as_record_error(int error)
 {
-    return error == ENODATA || error == ELOOP || error == ESPIPE ? EBADMSG : error;
+    return error == ENODATA || error == ELOOP || error == ESPIPE || error == EISDIR ? EBADMSG : error;
 }
 
 static int result_of(const transfer *t)

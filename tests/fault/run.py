@@ -76,7 +76,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="stop when so many faults were injected")
     parser.add_argument("--case", type=int, help="this case alone, with its story")
-    parser.add_argument("--kind", help="only faults of this name")
+    parser.add_argument("--kind", action="append", help="only faults of this name; may be repeated")
     parser.add_argument("--folder", type=Path, help="where the roots lie; default: a new folder, removed at the end")
     parser.add_argument("--broken", choices=["reader", "writer"], help="break the pure engine: is it seen?")
     parser.add_argument("--rows", type=Path, help="write one JSON line a case here")
@@ -109,7 +109,7 @@ def dealt(args: argparse.Namespace) -> Iterator[Case]:
     numbers = [args.case] if args.case is not None else itertools.count()
     for number in numbers:
         case = deal(args.seed, number)
-        if args.kind in (None, case.fault.name):
+        if not args.kind or case.fault.name in args.kind:
             yield case
 
 

@@ -12,16 +12,14 @@ import faultshim
 import pytest
 from faultlist import FAULTS, deal
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(bool(faultshim.missing()), reason=faultshim.missing()),
-]
+from rewarm.engine import ENGINE_KINDS, probe_engines
+
+pytestmark = pytest.mark.skipif(bool(faultshim.missing()), reason=faultshim.missing())
 PROGRAM = Path(__file__).with_name("run.py")
 
 
 def campaign(*arguments: str, limit_s: float = 600) -> tuple[dict[str, Any], str]:
     """The report of a campaign, and the stories of cases that are not as they should be."""
-    pytest.importorskip("vllm", reason="needs vLLM's own classes")
     command = [sys.executable, str(PROGRAM), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.stdout, done.stderr[-4000:]
@@ -38,8 +36,10 @@ def test_each_hundred_holds_every_kind_and_a_number_gives_the_same_case_again() 
     assert case.rng().random() == case.rng().random()
 
 
+@pytest.mark.vllm
 def test_the_campaign_sees_wrong_bytes_where_a_tier_checks_nothing() -> None:
     """vLLM's fs tier believes what lies under a name: the campaign's eyes are open, and the shim strikes."""
+    pytest.importorskip("vllm", reason="needs vLLM's own classes")
     report, _ = campaign("--subject", "vllm-fs", "--count", "100")
     assert report["injected"] == 100
     kinds = report["kinds"]
@@ -48,3 +48,27 @@ def test_the_campaign_sees_wrong_bytes_where_a_tier_checks_nothing() -> None:
     for name in ("missing", "read-eio", "store-eio", "kill-store"):
         assert kinds[name]["injected"] > 0, name
         assert kinds[name]["wrong_blocks_served"] == 0, name
+
+
+@pytest.mark.parametrize("subject", ["engine", "volume"])
+@pytest.mark.parametrize("kind", ENGINE_KINDS)
+def test_no_wrong_byte_from(subject: str, kind: str) -> None:
+    """The parts below the server, each alone: what fails here need not be looked for in the whole."""
+    if reason := probe_engines()[kind]:
+        pytest.skip(reason)
+    report, stories = campaign("--subject", subject, "--engine", kind, "--count", "150")
+    assert report["injected"] == 150
+    assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
+
+
+@pytest.mark.parametrize(
+    ("broken", "kinds"),
+    [("reader", ("flip-payload", "swap", "alien-namespace", "read-stale")), ("writer", ("kill-store", "store-enospc"))],
+)
+def test_a_broken_engine_below_a_volume_is_seen(broken: str, kinds: tuple[str, ...]) -> None:
+    """The reader checks nothing; the writer writes under the record's own name."""
+    only = [f"--kind={kind}" for kind in kinds]
+    report, _ = campaign("--subject", "volume", "--engine", "pure", "--broken", broken, "--count", "40", *only)
+    for kind in kinds:
+        assert report["kinds"][kind]["failed_cases"] > 0, kind
+    assert (report["wrong_blocks_served"] > 0) == (broken == "reader")

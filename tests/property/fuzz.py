@@ -9,6 +9,8 @@ Run by test_fuzz.py, or by hand::
 from __future__ import annotations
 
 import argparse
+import ctypes
+import errno
 import json
 import sys
 import time
@@ -20,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from header_cases import header_page
-from header_judge import Fields, Verdict, fields, judge
+from header_judge import PAGE, Fields, Verdict, fields, judge
 
+from rewarm.engine import _native
 from rewarm.engine.record import parse_header
 from rewarm.errors import DamageError, FormatVersionError
 
@@ -41,9 +44,30 @@ def pure_parser(page: bytes) -> Fields | Verdict:
                   header.piece_bytes)  # fmt: skip
 
 
+def native_parser() -> Parser:
+    """native/record.c."""
+    header = _native.Header()
+    names = ("payload_bytes", "created_ns", "piece_bytes", "num_pieces")
+
+    def parse(page: bytes) -> Fields | Verdict:
+        if len(page) != PAGE:
+            return Verdict.DAMAGE  # its callers always read a whole page
+        result = _native.library.calls.rw_record_parse(page, ctypes.byref(header))
+        if result:
+            return {-errno.EBADMSG: Verdict.DAMAGE, -errno.EPROTONOSUPPORT: Verdict.VERSION}[result]
+        payload, created, piece, count = (int(getattr(header, name)) for name in names)
+        crcs = tuple(header.crcs[:count])
+        return Fields(bytes(header.key), bytes(header.namespace_id), payload, created, crcs, piece)
+
+    return parse
+
+
 def parsers() -> dict[str, Parser]:
     """Every parser that this machine has."""
-    return {"pure": pure_parser}
+    known: dict[str, Parser] = {"pure": pure_parser}
+    if _native.library.calls:
+        known["native"] = native_parser()
+    return known
 
 
 def disagreements(page: bytes, known: dict[str, Parser]) -> list[str]:

@@ -8,6 +8,7 @@ from headerpage import seal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rewarm.engine import _native
 from rewarm.engine.record import RecordHeader, num_pieces, pack_header, parse_header
 
 SAMPLE = 20_000
@@ -79,6 +80,12 @@ def _crashes_on_another_version(page: bytes) -> Fields | Verdict:
     if pure_parser(page) is Verdict.VERSION:
         raise ValueError("unknown version")
     return pure_parser(page)
+
+
+def test_both_parsers_take_part() -> None:
+    if "native" not in parsers():
+        pytest.skip(_native.library.reason)
+    assert list(parsers()) == ["pure", "native"]
 
 
 @pytest.mark.parametrize("broken", [_forgets_its_checksum, _believes_the_count, _crashes_on_another_version])
