@@ -2,8 +2,8 @@
 
 New records enter a small queue (a tenth of the bytes). Those that were used again by the time they reach its end move
 on to the main queue, the others are evicted and remembered for a while: a record that comes back enters the main queue
-at once. In the main queue each use buys one more round, three at most. J. Yang et al., "FIFO queues are all you need for
-cache eviction", SOSP 2023.
+at once. In the main queue each use buys one more round, three at most. J. Yang et al., "FIFO queues are all you need
+for cache eviction", SOSP 2023.
 """
 
 from __future__ import annotations
