@@ -32,6 +32,8 @@ def check_transfer(transfer: Transfer, slot_bytes: int) -> None:
     Raises:
         UsageError: Says what is wrong with it.
     """
+    if "\0" in transfer.path or (isinstance(transfer, WriteRecord) and "\0" in transfer.temporary_path):
+        raise UsageError("a path holds a NUL character")
     if isinstance(transfer, (Read, Write)):
         if transfer.length_bytes < 0 or transfer.offset_bytes < 0 or transfer.address <= 0:
             raise UsageError(f"{type(transfer).__name__} of {transfer.path} has a negative field or no address")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from array import array
+from contextlib import suppress
 
 from rewarm.engine.base import BlockPlanes
 from rewarm.errors import UsageError
@@ -14,7 +15,7 @@ PAGE_BYTES = 4096
 
 
 class AlignedBuffer:
-    """Zeroed private memory, aligned to 4096 bytes, freed by close() or with the object."""
+    """Zeroed private memory, aligned to 4096 bytes; freed by close(), or with the object and all slices of its view."""
 
     def __init__(self, num_bytes: int) -> None:
         if num_bytes <= 0:
@@ -22,13 +23,14 @@ class AlignedBuffer:
         self.num_bytes = num_bytes
         self._map: mmap.mmap | None = mmap.mmap(-1, round_up(num_bytes, PAGE_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANON)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.view = view_at(self.address, num_bytes)
+        self.view = memoryview(self._map)[:num_bytes]
 
     def close(self) -> None:
         """Free the memory. No engine may have a transfer under way in it, nobody may use the address after."""
         if self._map is not None:
             self.view.release()
-            self._map.close()
+            with suppress(BufferError):  # a slice of the view is alive: it keeps the memory
+                self._map.close()
             self._map = None
 
 

@@ -82,6 +82,8 @@ class PureEngine:
         self._queues: list[list[_Queue]] = [[deque(), deque()] for _ in Priority]
         self._sequence = 0
         self._closed = False
+        self._held = ""
+        self._hold_changed = threading.Condition(self._lock)
         self._slot_bytes = config.slot_bytes
         self._ring: AlignedBuffer | None = None
         self._ring_address = config.ring_address
@@ -147,6 +149,19 @@ class PureEngine:
             if self._ring is not None and not self._busy_slots:
                 self._ring.close()
                 self._ring = None
+
+    def usage(self) -> dict[str, int]:
+        """Queued transfers and slots now; what of the native engines' usage() there is here."""
+        with self._lock:
+            queued = sum(len(jobs) for queue in self._queues for jobs in queue)
+            free_slots = len(self._free_slots)
+            return {"num_slots": self._busy_slots + free_slots, "free_slots": free_slots, "queued": queued}
+
+    def hold(self, part: str | None) -> None:
+        """For tests: hold the I/O of files whose path contains ``part``, once it counts as submitted; None ends it."""
+        with self._lock:
+            self._held = part or ""
+            self._hold_changed.notify_all()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -227,9 +242,11 @@ class PureEngine:
         while True:
             with self._lock:
                 job = self._next()
-            if job is None:
-                return
-            batch, index, slot = job
+                if job is None:
+                    return
+                batch, index, slot = job
+                while self._held and self._held in batch.transfers[index].path:
+                    self._hold_changed.wait()
             try:
                 result = self._perform(batch, index, slot, scratch.view)
             except Exception:  # noqa: BLE001 - a defect here must end the transfer, not hang its caller
