@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+
 from rewarm.engine import pure_io
 from rewarm.engine.base import ReadRecord, ToMemory
 from rewarm.engine.memory import PAGE_BYTES, AlignedBuffer
 from rewarm.volume.layout import NamespaceFile
+
+NOT_A_RECORD = frozenset({errno.EBADMSG, errno.EISDIR, errno.ELOOP, errno.ESPIPE})
+"""Results of a read that mean: what has the record's name is not the record."""
+
+
+def remove_record(path: str) -> None:
+    """Remove what has a record's name, whatever it is.
+
+    Raises:
+        OSError: As unlink gives it.
+    """
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 class RecordChecker:
@@ -28,7 +47,8 @@ class RecordChecker:
         target = ToMemory(self._buffer.address + PAGE_BYTES)
         transfer = ReadRecord(path, key, namespace.id, namespace.payload_bytes, target)
         view = self._buffer.view
-        return pure_io.read_record(transfer, view[:PAGE_BYTES], view[PAGE_BYTES:], lambda: 0)
+        result = pure_io.read_record(transfer, view[:PAGE_BYTES], view[PAGE_BYTES:], lambda: 0)
+        return errno.EBADMSG if result in NOT_A_RECORD else result
 
     @property
     def payload(self) -> memoryview:

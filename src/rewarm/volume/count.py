@@ -3,67 +3,85 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from rewarm.errors import RewarmError
 from rewarm.volume.layout import NamespaceFile, RootPaths, key_of_name, namespace_ids, read_namespace_file
-from rewarm.volume.session import NEW_PREFIX, inflight_bytes
+from rewarm.volume.session import inflight_bytes, session_directories
 from rewarm.volume.usage import UsageFile
 
 
-def described_namespaces(paths: RootPaths) -> list[NamespaceFile]:
-    """The namespaces of a root whose description can be read."""
+def described_namespaces(paths: RootPaths, but: Collection[bytes] = ()) -> list[NamespaceFile]:
+    """The namespaces of a root whose description can be read, without those whose ids are in ``but``."""
     found = []
     for namespace_id in namespace_ids(paths.root):
-        with suppress(RewarmError):
-            found.append(read_namespace_file(paths.root, namespace_id))
+        if namespace_id not in but:
+            with suppress(RewarmError):
+                found.append(read_namespace_file(paths.root, namespace_id))
     return found
 
 
-def record_names(namespace_directory: str) -> Iterator[str]:
-    """File names of the records below a namespace's directory, in the order of their first two digits."""
+def record_entries(namespace_directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+    """(key, entry) of what has a record's name in a namespace's directory, in the order of the first two digits."""
     try:
-        directories = sorted(name for name in os.listdir(namespace_directory) if len(name) == 2)
-    except FileNotFoundError:
+        with os.scandir(namespace_directory) as level:
+            directories = sorted(entry.name for entry in level if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
         return
-    for directory in directories:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            for name in os.listdir(os.path.join(namespace_directory, directory)):
-                if key_of_name(name) is not None:
-                    yield name
+    for digits in directories:
+        if len(digits) != 2:
+            continue
+        path = os.path.join(namespace_directory, digits)
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+            for entry in entries:
+                key = key_of_name(entry.name)
+                if key is not None and entry.name.startswith(digits):
+                    yield key, entry
+
+
+def count_namespace(paths: RootPaths, namespace_id: bytes) -> tuple[int, int]:
+    """(records, bytes) of a namespace; without a description of it, each file is asked for its size."""
+    directory = paths.namespace(namespace_id)
+    try:
+        record_bytes = read_namespace_file(paths.root, namespace_id).record_bytes
+    except RewarmError:
+        count = total = 0
+        for _, entry in record_entries(directory):
+            with suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
+                count += 1
+        return count, total
+    count = sum(1 for _ in record_entries(directory))
+    return count, count * record_bytes
 
 
 def count_root(paths: RootPaths) -> int:
     """Bytes of all record files, of quarantined ones, and of those that live processes are writing."""
+    # What is being written comes first: a record that gets its name meanwhile is counted twice, never not at all.
+    total = sum(map(inflight_bytes, session_directories(paths)))
+    total += sum(count_namespace(paths, namespace_id)[1] for namespace_id in namespace_ids(paths.root))
+    return total + quarantined_bytes(paths)
+
+
+def quarantined_bytes(paths: RootPaths) -> int:
+    """Bytes of damaged records that were put aside."""
     total = 0
-    for namespace_id in namespace_ids(paths.root):
-        directory = paths.namespace(namespace_id)
-        try:
-            total += read_namespace_file(paths.root, namespace_id).record_bytes * sum(
-                1 for _ in record_names(directory)
-            )
-        except RewarmError:
-            for name in record_names(directory):
-                with suppress(FileNotFoundError):
-                    total += os.stat(f"{directory}/{name[:2]}/{name}").st_size
     with suppress(FileNotFoundError), os.scandir(paths.quarantine) as entries:
-        total += sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-    with suppress(FileNotFoundError):
-        for name in os.listdir(paths.sessions):
-            if not name.startswith(NEW_PREFIX):
-                total += inflight_bytes(os.path.join(paths.sessions, name))
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
 def recount(paths: RootPaths, usage: UsageFile) -> int:
-    """Count anew and write it down; returns the bytes. What is stored meanwhile counts on top, on the safe side."""
+    """Count anew and write it down; returns the bytes. What is reserved meanwhile counts on top, on the safe side."""
     before = usage.read()
     counted = count_root(paths)
     with usage.update() as now:
-        grown = max(0, now.total_stored_bytes - before.total_stored_bytes) if before.is_known and now.is_known else 0
+        grown = max(0, now.reserved_bytes - before.reserved_bytes) if before.is_known and now.is_known else 0
         now.used_bytes = counted + grown
         if not now.is_known:
-            now.pressure_bytes = now.total_stored_bytes = now.evicted_records = now.evicted_bytes = 0
+            now.pressure_bytes = now.reserved_bytes = now.evicted_records = now.evicted_bytes = 0
         now.is_known = True
         return now.used_bytes

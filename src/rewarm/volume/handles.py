@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from rewarm.engine.base import Completion
 from rewarm.errors import BusyError
+from rewarm.volume.check import NOT_A_RECORD
 
 
 class Outcome(IntEnum):
@@ -29,7 +30,7 @@ class Outcome(IntEnum):
 _OUTCOMES = {
     0: Outcome.HIT,
     errno.ENOENT: Outcome.MISS,
-    errno.EBADMSG: Outcome.DAMAGED,
+    **dict.fromkeys(NOT_A_RECORD, Outcome.DAMAGED),
     errno.ETIMEDOUT: Outcome.TIMEOUT,
     errno.ECANCELED: Outcome.TIMEOUT,
 }

@@ -27,6 +27,8 @@ MAX_BATCH_RECORDS = 64
 ROOM_WAIT_S = 1.0
 """How long a store waits for the janitor to make room before it is given up."""
 _ROOM_STEP_S = 0.01
+_GROUPS = 8
+"""A group that waits for room is at most this part of the capacity: else one request could empty the volume."""
 HOUSEKEEPING_S = 1.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -62,17 +64,27 @@ class Keeper:
         self._usage: UsageFile = self._root.usage
         self._housekeep = housekeep
         self._queue: queue.SimpleQueue[StoreItem | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closing = False
+        self.is_full = False
+        """Whether the last store found no room."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rewarm-store-{number}", daemon=True)
         self._thread.start()
 
     def put(self, item: StoreItem) -> None:
         """Queue a record; returns at once."""
-        self._queue.put(item)
+        with self._closing:
+            if not self._is_closing:
+                self._queue.put(item)
+                return
+        item.settle(is_stored=False)
 
     def close(self, timeout_s: float) -> bool:
         """End after what is queued by now; what is not written in time is given up. False: it hangs in the disk."""
-        self._queue.put(None)
+        with self._closing:
+            self._is_closing = True
+            self._queue.put(None)
         self._thread.join(timeout_s)
         self._stop.set()
         self._thread.join(timeout_s / 2)
@@ -114,19 +126,36 @@ class Keeper:
         if not self._root.is_mounted():
             self._root.health.note_store(errno.ENODEV)
             return
-        by_namespace: dict[bytes, list[StoreItem]] = {}
+        by_namespace: dict[bytes, dict[bytes, StoreItem]] = {}
+        again: list[StoreItem] = []
         for item in items:
             if self._is_there(item):
                 self._learn(item)
-            else:
-                by_namespace.setdefault(item.namespace.id, []).append(item)
-        for group in by_namespace.values():
-            full = self._write(group, self._reserve(group))
-            if full and not self._stop.is_set():
-                self._make_room(full)
-                again = self._write(full, self._reserve(full))
-                if again:
-                    self._root.health.note_store(errno.ENOSPC)
+            elif by_namespace.setdefault(item.namespace.id, {}).setdefault(item.key, item) is not item:
+                again.append(item)
+        for by_key in by_namespace.values():
+            group = list(by_key.values())
+            group_records = self._root.file.capacity_bytes // _GROUPS // group[0].namespace.file.record_bytes
+            for start in range(0, len(group), max(1, group_records)):
+                self._store_group(group[start : start + max(1, group_records)])
+        for item in again:
+            if self._is_there(item):
+                self._learn(item)
+
+    def _store_group(self, group: Sequence[StoreItem]) -> None:
+        """Store records of one namespace."""
+        if self._stop.is_set() or self._root.health.stores.is_on:
+            return
+        if group[0].namespace.file.record_bytes > self._root.file.capacity_bytes:
+            return  # nothing that could be evicted makes room for it
+        granted = self._reserve(group)
+        full = self._write(group, granted)
+        if full and not self._stop.is_set():
+            self._make_room()
+            full = self._write(full, self._reserve(full))
+        self.is_full = bool(full) or not granted
+        if self.is_full:
+            self._root.health.note_store(errno.ENOSPC)
 
     def _is_there(self, item: StoreItem) -> bool:
         if self._volume.is_damaged(item.namespace.id, item.key):
@@ -145,7 +174,6 @@ class Keeper:
         end = time.monotonic() + ROOM_WAIT_S
         while granted < len(group) and time.monotonic() < end and not self._stop.wait(_ROOM_STEP_S):
             granted += self._usage.reserve(record_bytes, len(group) - granted, capacity_bytes)
-        self._volume.counters.set("rewarm_kv_stores_paused", float(granted < len(group)))
         return granted
 
     def _write(self, group: Sequence[StoreItem], granted: int) -> list[StoreItem]:
@@ -187,9 +215,10 @@ class Keeper:
                     self._volume.counters.add("rewarm_io_errors_total", 1, self._root.name)
                 self._root.health.note_store(result)
         finally:
-            session.set_inflight(0)
+            # In this order: who counts in between counts too much, never too little.
             if not_written:
                 self._usage.give_back(not_written * record_bytes, pressure_bytes=2 * len(full) * record_bytes)
+            session.set_inflight(0)
         return full
 
     def _learn(self, item: StoreItem) -> None:
@@ -197,9 +226,8 @@ class Keeper:
         self._volume.note_written(item.namespace.id, item.key)
         item.settle(is_stored=True)
 
-    def _make_room(self, full: Sequence[StoreItem]) -> None:
+    def _make_room(self) -> None:
         """The disk is full although the budget is not: wait until the janitor has evicted something."""
-        self._volume.counters.set("rewarm_kv_stores_paused", 1.0)
         end = time.monotonic() + ROOM_WAIT_S
         while self._usage.read().pressure_bytes and time.monotonic() < end and not self._stop.wait(_ROOM_STEP_S):
             pass

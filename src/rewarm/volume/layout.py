@@ -9,13 +9,16 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+import stat
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rewarm.engine.record import KEY_BYTES, record_bytes
+from rewarm.engine.checks import MAX_PAYLOAD_BYTES
+from rewarm.engine.record import record_bytes
 from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError
 
 VOLUME_FILE = "rewarm.volume"
@@ -24,6 +27,9 @@ STATE_DIR = ".rewarm"
 FORMAT_VERSION = 1
 RECORD_SUFFIX = ".rec"
 _MAX_JSON_BYTES = 1 << 20
+_MAX_NUMBER = (1 << 63) - 1
+_HEX_128 = re.compile(r"[0-9a-f]{32}")
+_HEX_256 = re.compile(r"[0-9a-f]{64}")
 DIR_MODE, FILE_MODE = 0o700, 0o600
 
 
@@ -93,23 +99,15 @@ class RootPaths:
 
 def key_of_name(name: str) -> bytes | None:
     """The key that a record's file name spells; None: no record's name."""
+    if not name.endswith(RECORD_SUFFIX):
+        return None
     stem = name.removesuffix(RECORD_SUFFIX)
-    if stem == name or len(stem) != 2 * KEY_BYTES or stem != stem.lower():
-        return None
-    try:
-        return bytes.fromhex(stem)
-    except ValueError:
-        return None
+    return bytes.fromhex(stem) if _HEX_256.fullmatch(stem) else None
 
 
 def namespace_id_of_name(name: str) -> bytes | None:
     """The id that a namespace's directory name spells; None: no namespace."""
-    if len(name) != 64 or name != name.lower():
-        return None
-    try:
-        return bytes.fromhex(name)
-    except ValueError:
-        return None
+    return bytes.fromhex(name) if _HEX_256.fullmatch(name) else None
 
 
 def namespace_ids(root: str) -> list[bytes]:
@@ -126,7 +124,7 @@ def identity_id(identity: Mapping[str, Any]) -> bytes:
     """
     try:
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a namespace's identity is plain JSON: {error}") from error
     return hashlib.sha256(text.encode()).digest()
 
@@ -146,12 +144,34 @@ def read_root_file(root: str) -> RootFile:
         made = RootFile(found["volume_id"], found["root_id"], found["capacity_bytes"], found["created_ns"])
     except KeyError as error:
         raise DamageError(f"{path} lacks {error}", hint=_DAMAGED_VOLUME_HINT) from error
-    names = [text for text in (found["volume_id"], found["root_id"]) if isinstance(text, str) and len(text) == 32]
+    names = [found[name] for name in ("volume_id", "root_id")]
     numbers = [found[name] for name in ("capacity_bytes", "created_ns")]
-    numbers = [number for number in numbers if type(number) is int and number > 0]
-    if len(names) != 2 or len(numbers) != 2:
+    are_names = all(isinstance(name, str) and _HEX_128.fullmatch(name) for name in names)
+    if not are_names or not all(type(number) is int and 0 < number <= _MAX_NUMBER for number in numbers):
         raise DamageError(f"{path} has fields of the wrong kind", hint=_DAMAGED_VOLUME_HINT)
     return made
+
+
+def read_roots(roots: Sequence[str]) -> dict[str, RootFile]:
+    """What the volume files of roots of one volume say, by real path.
+
+    Raises:
+        UsageError: None was named, one was named twice, or they belong to different volumes.
+        UsageError, FormatVersionError, DamageError, StorageError: As read_root_file() gives them.
+    """
+    paths = [os.path.realpath(root) for root in roots]
+    if not paths:
+        raise UsageError("no directory of the volume was named")
+    if len(set(paths)) != len(paths):
+        raise UsageError("the same directory is named twice")
+    files = {path: read_root_file(path) for path in paths}
+    for path, file in files.items():
+        if file.volume_id != files[paths[0]].volume_id:
+            raise UsageError(
+                f"{paths[0]} and {path} belong to two different volumes",
+                hint="rewarm volume info DIR shows which; name the roots of one",
+            )
+    return files
 
 
 _DAMAGED_VOLUME_HINT = "nothing was changed; what it held is a cache: move the directory away and create another volume"
@@ -169,9 +189,13 @@ def read_namespace_file(root: str, namespace_id: bytes) -> NamespaceFile:
     path = os.path.join(RootPaths(root).namespace(namespace_id), NAMESPACE_FILE)
     found = _read_json(path, "rewarm.namespace", missing=f"{path} is missing")
     identity, payload_bytes = found.get("identity"), found.get("payload_bytes")
-    if not isinstance(identity, dict) or type(payload_bytes) is not int or payload_bytes <= 0:
+    if not isinstance(identity, dict) or type(payload_bytes) is not int or not 0 < payload_bytes <= MAX_PAYLOAD_BYTES:
         raise DamageError(f"{path} has fields of the wrong kind")
-    if identity_id(identity) != namespace_id:
+    try:
+        found_id = identity_id(identity)
+    except UsageError as error:
+        raise DamageError(f"{path} has fields of the wrong kind") from error
+    if found_id != namespace_id:
         raise DamageError(f"{path} describes another namespace than its directory's name")
     return NamespaceFile(namespace_id, payload_bytes, identity)
 
@@ -233,16 +257,26 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file: a planted link or pipe is refused, not followed or waited for.
+
+    Raises:
+        OSError: As open gives it; EINVAL when it is no regular file.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
 def read_small_file(path: str, limit: int = _MAX_JSON_BYTES) -> bytes:
     """The whole of a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: As open and read give it; EFBIG when it is longer, EINVAL when it is no regular file.
+        OSError: As open_regular() and read give it; EFBIG when it is longer.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+    with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)

@@ -170,10 +170,12 @@ class Namespace:
 
     def _scan(self) -> None:
         started = time.monotonic()
-        for root, index in zip(self._volume.roots, self._indexes, strict=True):
-            self._scan_root(root, index)
-        self._volume.counters.set("rewarm_volume_scan_seconds", time.monotonic() - started)
-        self._scanned.set()
+        try:
+            for root, index in zip(self._volume.roots, self._indexes, strict=True):
+                self._scan_root(root, index)
+            self._volume.counters.set("rewarm_volume_scan_seconds", time.monotonic() - started)
+        finally:
+            self._scanned.set()
 
     def _scan_root(self, root: Root, index: KeyIndex) -> None:
         try:

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,12 +20,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from rewarm.errors import RewarmError
-from rewarm.volume.check import RecordChecker
+from rewarm.volume.check import RecordChecker, remove_record
+from rewarm.volume.count import record_entries
 from rewarm.volume.layout import (
     FILE_MODE,
     NamespaceFile,
     RootPaths,
-    key_of_name,
     namespace_ids,
     read_namespace_file,
     read_small_file,
@@ -133,37 +134,20 @@ def _check_since(paths: RootPaths, since_ns: int) -> Recovery:
 
 def _check_namespace(paths: RootPaths, namespace: NamespaceFile, since_ns: int, done: Recovery) -> None:
     with closing(RecordChecker(namespace)) as checker:
-        for entry in record_entries(paths.namespace(namespace.id)):
-            key = key_of_name(entry.name)
-            if key is None:
-                continue
+        for key, entry in record_entries(paths.namespace(namespace.id)):
             done.num_records += 1
             try:
                 found = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            good = found.st_size == namespace.record_bytes
+            good = stat.S_ISREG(found.st_mode) and found.st_size == namespace.record_bytes
             if good and found.st_mtime_ns >= since_ns:
                 done.num_checked += 1
                 good = checker.check(entry.path, key) == 0
             if not good:
                 with suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+                    remove_record(entry.path)
                     done.num_removed += 1
-
-
-def record_entries(namespace_directory: str) -> Iterator[os.DirEntry[str]]:
-    """The entries below the two-digit directories of a namespace."""
-    try:
-        with os.scandir(namespace_directory) as level:
-            directories = [
-                entry.path for entry in level if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False)
-            ]
-    except FileNotFoundError:
-        return
-    for directory in sorted(directories):
-        with suppress(FileNotFoundError), os.scandir(directory) as entries:
-            yield from entries
 
 
 def _replace_mark(paths: RootPaths, host: str, synced_ns: int) -> None:

@@ -9,20 +9,24 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import IntEnum
-from pathlib import Path
 
-from rewarm.volume.layout import DIR_MODE, FILE_MODE, RootPaths
+from rewarm.volume.layout import DIR_MODE, RootPaths, open_regular, read_small_file
 
 ENTRY = struct.Struct("<B7x32s32s")
 """Kind, namespace id, key: 72 bytes."""
 NEW_PREFIX = "new-"
 """Of a session's directory until its lock is held."""
+_LOG_PREFIX, _TEMPORARY_PREFIX = "log-", "tmp-"
+_OWN_PREFIXES = (_LOG_PREFIX, _TEMPORARY_PREFIX)
+_UNNAMED_S = 3600.0
 _ROTATE_BYTES = 1 << 20
 _MAX_LOG_FILES = 64
-"""Without a janitor the oldest history is all that is kept: the log is advice, its loss costs a worse order."""
+"""Without a janitor that removes those it has read, the oldest history is all that is kept: the log is advice, its loss
+costs a worse order."""
 
 
 class Did(IntEnum):
@@ -49,7 +53,7 @@ class Session:
         # Locked before it has its name, so that no janitor takes it for a dead one.
         unnamed = os.path.join(paths.sessions, f"{NEW_PREFIX}{name}")
         os.mkdir(unnamed, DIR_MODE)
-        self._lock_descriptor = _open(os.path.join(unnamed, "lock"), 0)
+        self._lock_descriptor = open_regular(os.path.join(unnamed, "lock"), os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(unnamed, self.directory)
 
@@ -68,14 +72,19 @@ class Session:
         """
         with self._lock:
             content, self._entries = b"".join(self._entries), []
-        if not content or self._file_number >= _MAX_LOG_FILES:
+        if not content:
             return
         if self._log_descriptor < 0 or self._file_bytes >= _ROTATE_BYTES:
+            if sum(name.startswith(_LOG_PREFIX) for name in os.listdir(self.directory)) >= _MAX_LOG_FILES:
+                return
             self._close_log()
-            self._log_descriptor = _open(os.path.join(self.directory, f"log-{self._file_number:06}"), os.O_APPEND)
+            path = os.path.join(self.directory, f"{_LOG_PREFIX}{self._file_number:06}")
+            self._log_descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._file_number += 1
             self._file_bytes = 0
-        self._file_bytes += os.write(self._log_descriptor, content)
+        num_written = os.write(self._log_descriptor, content)
+        # What follows an entry that was cut (a full disk) goes into another file, where entries begin anew.
+        self._file_bytes += _ROTATE_BYTES if num_written < len(content) else num_written
 
     def set_inflight(self, num_bytes: int) -> None:
         """Say how many bytes this process has reserved and not yet in place: who counts the root adds them."""
@@ -85,7 +94,7 @@ class Session:
         """A name for a record while it is written; the janitor removes it if this process dies."""
         with self._lock:
             self._temporary_number += 1
-            return f"{self.directory}/tmp-{self._temporary_number}"
+            return f"{self.directory}/{_TEMPORARY_PREFIX}{self._temporary_number}"
 
     def close(self) -> None:
         """Flush, and let the janitor fold the log in and remove the directory. Idempotent."""
@@ -111,11 +120,11 @@ class SessionReader:
 
     def read(self) -> Iterator[tuple[Did, bytes, bytes]]:
         """(what, namespace id, key) of entries that were appended since; folded files are removed but the newest."""
-        names = sorted(name for name in os.listdir(self.directory) if name.startswith("log-"))
+        names = sorted(name for name in os.listdir(self.directory) if name.startswith(_LOG_PREFIX))
         for name in names:
             path = os.path.join(self.directory, name)
             offset = self._offsets.get(name, 0)
-            with Path(path).open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 file.seek(offset)
                 content = file.read()
             whole = len(content) - len(content) % ENTRY.size
@@ -130,7 +139,7 @@ class SessionReader:
     def is_dead(self) -> bool:
         """Whether the process is gone."""
         try:
-            descriptor = os.open(os.path.join(self.directory, "lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = open_regular(os.path.join(self.directory, "lock"), os.O_RDWR)
         except FileNotFoundError:
             return True
         try:
@@ -141,29 +150,53 @@ class SessionReader:
             os.close(descriptor)
         return True
 
-    def remove(self) -> int:
-        """Remove the directory of a dead session with its temporaries; returns how many of those there were."""
-        names = os.listdir(self.directory)
-        for name in names:
+    def inflight_bytes(self) -> int:
+        """What the process has reserved and not in place, or had when it died.
+
+        Raises:
+            OSError: It does not say.
+        """
+        return int.from_bytes(read_small_file(os.path.join(self.directory, "lock"))[:8], "little")
+
+    def remove(self) -> None:
+        """Remove the directory of a dead session with its temporaries."""
+        names = [name for name in os.listdir(self.directory) if name == "lock" or name.startswith(_OWN_PREFIXES)]
+        for name in sorted(names, key="lock".__eq__):  # the lock last: a half-removed session is still a dead one
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.directory, name))
         with suppress(OSError):
             os.rmdir(self.directory)
-        return sum(name.startswith("tmp-") for name in names)
+
+
+def session_directories(paths: RootPaths) -> list[str]:
+    """Of the sessions of a root, dead ones among them; nothing that is not a directory."""
+    with suppress(FileNotFoundError), os.scandir(paths.sessions) as entries:
+        return sorted(
+            entry.path
+            for entry in entries
+            if not entry.name.startswith(NEW_PREFIX) and entry.is_dir(follow_symlinks=False)
+        )
+    return []
+
+
+def remove_unnamed(paths: RootPaths) -> None:
+    """Remove what processes left that were killed before their session had its name."""
+    with suppress(FileNotFoundError), os.scandir(paths.sessions) as entries:
+        for entry in entries:
+            if entry.name.startswith(NEW_PREFIX) and entry.is_dir(follow_symlinks=False):
+                with suppress(FileNotFoundError):
+                    age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                    if age_s > _UNNAMED_S and SessionReader(entry.path).is_dead():
+                        SessionReader(entry.path).remove()
 
 
 def inflight_bytes(directory: str) -> int:
     """What the process of a session is writing; 0 when it is gone."""
-    if SessionReader(directory).is_dead():
-        return 0
+    reader = SessionReader(directory)
     try:
-        return int.from_bytes(Path(directory, "lock").read_bytes()[:8], "little")
-    except FileNotFoundError:
+        return 0 if reader.is_dead() else reader.inflight_bytes()
+    except OSError:
         return 0
 
 
 _KINDS = set(Did)
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, FILE_MODE)

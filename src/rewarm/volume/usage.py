@@ -14,12 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rewarm.engine.checksum import crc32c
-from rewarm.volume.layout import FILE_MODE, write_new
+from rewarm.volume.layout import open_regular, write_new
 
 _NUMBERS = struct.Struct("<5Q")
 _LAYOUT = struct.Struct("<4sI")
 _MAGIC = b"RWU1"
 USAGE_BYTES = _LAYOUT.size + _NUMBERS.size
+_MAX_U64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -30,8 +31,8 @@ class Usage:
     """Bytes of record files, and of those being written."""
     pressure_bytes: int = 0
     """Bytes that a writer needs and does not find, in the budget or on the disk: the janitor evicts as many."""
-    total_stored_bytes: int = 0
-    """Bytes reserved since the volume was made, less what was not written; only grows."""
+    reserved_bytes: int = 0
+    """Bytes reserved since the volume was made, written or not. Only grows: who counts sees what came meanwhile."""
     evicted_records: int = 0
     """Records evicted since the volume was made."""
     evicted_bytes: int = 0
@@ -73,7 +74,7 @@ class UsageFile:
             room = max(0, capacity_bytes - usage.used_bytes) // record_bytes
             granted = min(count, room) if usage.is_known else 0
             usage.used_bytes += granted * record_bytes
-            usage.total_stored_bytes += granted * record_bytes
+            usage.reserved_bytes += granted * record_bytes
             usage.pressure_bytes = max(usage.pressure_bytes, (count - granted) * record_bytes)
         return granted
 
@@ -81,13 +82,17 @@ class UsageFile:
         """Return what was reserved and not written."""
         with self.update() as usage:
             usage.used_bytes = max(0, usage.used_bytes - num_bytes)
-            usage.total_stored_bytes = max(0, usage.total_stored_bytes - num_bytes)
             usage.pressure_bytes = max(usage.pressure_bytes, pressure_bytes)
 
     def free(self, num_bytes: int) -> None:
         """Note that records were removed."""
         with self.update() as usage:
             usage.used_bytes = max(0, usage.used_bytes - num_bytes)
+
+    def ask_for_room(self, num_bytes: int) -> None:
+        """Tell the janitor how many bytes to evict."""
+        with self.update() as usage:
+            usage.pressure_bytes = max(usage.pressure_bytes, num_bytes)
 
     def close(self) -> None:
         """Idempotent."""
@@ -97,15 +102,14 @@ class UsageFile:
 
     def _open(self) -> int:
         if self._descriptor < 0:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._descriptor = os.open(self._path, flags, FILE_MODE)
+            self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
         return self._descriptor
 
 
 def read_usage(path: str) -> Usage:
     """The numbers of a root, for reports; unknown where the file cannot be read."""
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_regular(path)
         try:
             return _parse(os.pread(descriptor, USAGE_BYTES, 0))
         finally:
@@ -114,15 +118,16 @@ def read_usage(path: str) -> Usage:
 
 
 def _pack(usage: Usage) -> bytes:
-    numbers = _NUMBERS.pack(
+    numbers = (
         usage.used_bytes,
         usage.pressure_bytes,
-        usage.total_stored_bytes,
+        usage.reserved_bytes,
         usage.evicted_records,
         usage.evicted_bytes,
     )
-    checksum = crc32c(numbers) if usage.is_known else ~crc32c(numbers) & 0xFFFFFFFF
-    return _LAYOUT.pack(_MAGIC, checksum) + numbers
+    packed = _NUMBERS.pack(*(min(number, _MAX_U64) for number in numbers))
+    checksum = crc32c(packed) if usage.is_known else ~crc32c(packed) & 0xFFFFFFFF
+    return _LAYOUT.pack(_MAGIC, checksum) + packed
 
 
 def _parse(content: bytes) -> Usage:

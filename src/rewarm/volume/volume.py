@@ -20,10 +20,11 @@ from rewarm.volume.janitor.process import JanitorProcess
 from rewarm.volume.keeper import Keeper, StoreItem
 from rewarm.volume.layout import (
     NamespaceFile,
+    RootFile,
     RootPaths,
     identity_id,
     read_namespace_file,
-    read_root_file,
+    read_roots,
     write_namespace_file,
 )
 from rewarm.volume.namespace import Namespace
@@ -103,8 +104,8 @@ class Volume:
         """
         opened: list[Root] = []
         try:
-            opened.extend(_open_root(path, read_only=read_only) for path in _check_roots(roots))
-            _check_one_volume(opened)
+            for path, file in read_roots(roots).items():
+                opened.append(_open_root(path, file, read_only=read_only))
             process = JanitorProcess([root.name for root in opened]) if janitor and not read_only else None
         except BaseException:
             for root in opened:
@@ -239,6 +240,7 @@ class Volume:
                 self._janitor.ensure()
             record_count = sum(len(namespace) for namespace in list(self._namespaces.values()))
             self.counters.set("rewarm_volume_records", record_count)
+            self.counters.set("rewarm_kv_stores_paused", float(any(keeper.is_full for keeper in self._keepers)))
             for root in self.roots:
                 self._count_root(root)
             self.counters.set("rewarm_volume_used_bytes", sum(self._used_bytes.values()))
@@ -264,17 +266,7 @@ def _check_payload(there: int, asked: int) -> None:
         raise UsageError(f"this namespace has records of {there} bytes, not {asked}")
 
 
-def _check_roots(roots: Sequence[str]) -> list[str]:
-    paths = [os.path.realpath(root) for root in roots]
-    if not paths:
-        raise UsageError("no directory of the volume was named")
-    if len(set(paths)) != len(paths):
-        raise UsageError("the same directory is named twice")
-    return paths
-
-
-def _open_root(path: str, *, read_only: bool) -> Root:
-    file = read_root_file(path)
+def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
     paths = RootPaths(path)
     try:
         identity = file_identity(paths.volume_file)
@@ -289,11 +281,11 @@ def _open_root(path: str, *, read_only: bool) -> Root:
                     recovery.num_removed,
                     recovery.num_records,
                 )
-            session = Session(paths)
             usage = UsageFile(paths.usage)
-            if not usage.read().is_known:
+            if not usage.read().is_known or (recovery is not None and recovery.num_records):
                 recount(paths, usage)
             usage.close()
+            session = Session(paths)
     except OSError as error:
         hint = "open it read-only, or give the directory to the user that runs the server"
         raise StorageError(
@@ -316,13 +308,3 @@ def _close_root(root: Root) -> None:
     if root.session is not None:
         root.session.close()
     root.usage.close()
-
-
-def _check_one_volume(roots: Sequence[Root]) -> None:
-    first = roots[0].file.volume_id
-    for root in roots[1:]:
-        if root.file.volume_id != first:
-            raise UsageError(
-                f"{roots[0].name} and {root.name} belong to two different volumes",
-                hint="rewarm volume info DIR shows which; name the roots of one",
-            )

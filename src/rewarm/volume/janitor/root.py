@@ -6,29 +6,30 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
-import stat
 import struct
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 
 from rewarm.engine.checksum import crc32c
-from rewarm.units import MIB
-from rewarm.volume.check import RecordChecker
-from rewarm.volume.count import described_namespaces, record_names, recount
+from rewarm.errors import DamageError, RewarmError, UsageError
+from rewarm.units import GIB, MIB
+from rewarm.volume.check import RecordChecker, remove_record
+from rewarm.volume.count import described_namespaces, record_entries, recount
 from rewarm.volume.janitor.order import EvictionOrder
 from rewarm.volume.layout import (
-    FILE_MODE,
     NamespaceFile,
     RootPaths,
+    namespace_ids,
+    open_regular,
+    read_namespace_file,
     read_root_file,
+    read_small_file,
     replace_file,
 )
 from rewarm.volume.recovery import host_name, write_mark
 from rewarm.volume.root import file_identity
-from rewarm.volume.session import NEW_PREFIX, Did, SessionReader
+from rewarm.volume.session import Did, SessionReader, remove_unnamed, session_directories
 from rewarm.volume.usage import Usage, UsageFile
 
 _log = logging.getLogger(__name__)
@@ -38,12 +39,15 @@ LOOK_AROUND_S = 2.0
 """Between two looks for new namespaces and dead sessions."""
 SYNC_S = 300.0
 """Between two syncs of the file system: at most this much of the newest records is checked after an unclean stop."""
+SYNC_BYTES = 8 * GIB
+"""Stored since the last sync, that bring the next one forward: it bounds what is checked after an unclean stop."""
 RECOUNT_S = 900.0
 MAX_HEADROOM_BYTES = 256 * MIB
 """Kept free, so that a burst of stores need not wait: 2 % of the capacity, at most this."""
 MAX_QUARANTINED = 8
-UNBORN_S = 600.0
-"""Age from which a session that was never locked belongs to no process."""
+_MAX_NAMESPACES = 1 << 16
+_MAX_ORDER_BYTES = 4 * GIB
+_MAX_PAUSE_S = 60.0
 _UNLINK_BATCH = 64
 _ORDER_ENTRY = struct.Struct("<B7x32s32s")
 _ORDER_MAGIC = b"RWO1"
@@ -62,39 +66,68 @@ class RootJanitor:
         self._numbers: dict[bytes, bytes] = {}
         self._readers: dict[str, SessionReader] = {}
         self._next_look = self._next_sync = self._next_recount = 0.0
+        self._synced_bytes = 0
+        self._is_ready = False
         self._changed = False
 
     def run(self, stop: Callable[[float], bool]) -> None:
         """Wait for the lock, then work until ``stop(seconds)``, which waits that long, says True."""
-        descriptor = os.open(self._paths.janitor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        descriptor = open_regular(self._paths.janitor_lock, os.O_RDWR | os.O_CREAT)
         try:
-            while not _try_lock(descriptor):
+            while not self._lock(descriptor):
                 if stop(STEP_S):
                     return
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-            is_ready = False
-            while True:
-                try:
-                    if not is_ready:
-                        self.prepare()
-                        is_ready = True
-                    self.step()
-                except OSError as error:
-                    _log.warning("%s: %s", self._paths.root, error)
-                    if stop(1.0):
-                        break
-                if stop(STEP_S):
-                    break
-            self._finish()
+            self._work(stop)
+            self.finish()
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Hold the lock for the length of the block; yields False where another janitor has it."""
+        descriptor = open_regular(self._paths.janitor_lock, os.O_RDWR | os.O_CREAT)
+        try:
+            yield self._lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        with suppress(OSError):  # for people; a full disk is what a janitor is for
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return True
+
+    def _work(self, stop: Callable[[float], bool]) -> None:
+        """Rounds until the end; after an error with growing pauses, and one line for each new error."""
+        pause_s, said = 0.0, ""
+        while not stop(pause_s):
+            trouble = self._try_step()
+            if trouble and trouble != said:
+                _log.warning("%s: %s", self._paths.root, trouble)
+            pause_s = min(max(1.0, 2 * pause_s), _MAX_PAUSE_S) if trouble else STEP_S
+            said = trouble
+
+    def _try_step(self) -> str:
+        """One round; returns what went wrong."""
+        try:
+            if not self._is_ready:
+                self.prepare()
+            self.step()
+        except (OSError, RewarmError) as error:
+            return str(error)
+        return ""
 
     def prepare(self) -> None:
         """Learn what is there, and in which order it was to go."""
         self._look_for_namespaces()
         self._order.restore(self._load_order(), self._present())
         recount(self._paths, self._usage)
+        self._synced_bytes = self._usage.read().reserved_bytes
+        self._is_ready = True
         now = time.monotonic()
         self._next_sync, self._next_recount = now + SYNC_S, now + RECOUNT_S
 
@@ -114,13 +147,13 @@ class RootJanitor:
         if now >= self._next_recount:
             recount(self._paths, self._usage)
             self._next_recount = now + RECOUNT_S
-        if now >= self._next_sync:
+        if now >= self._next_sync or usage.reserved_bytes - self._synced_bytes >= SYNC_BYTES:
             self._sync()
-            self._next_sync = now + SYNC_S
+            self._next_sync, self._synced_bytes = now + SYNC_S, usage.reserved_bytes
 
     def evict(self, num_bytes: int) -> int:
         """Remove records until this many bytes are free that were not; returns how many are."""
-        freed = 0
+        freed = self._evict_undescribed()
         while freed < num_bytes:
             batch_bytes = self._evict_batch(num_bytes - freed)
             freed += batch_bytes
@@ -145,19 +178,47 @@ class RootJanitor:
             if self._unlink(name):
                 freed += self._order.size_of(name)
                 records += 1
-        with self._usage.update() as usage:
-            usage.used_bytes = max(0, usage.used_bytes - freed)
-            usage.pressure_bytes = max(0, usage.pressure_bytes - freed)
-            usage.evicted_records += records
-            usage.evicted_bytes += freed
+        self._note_evicted(freed, records)
         return freed
+
+    def _note_evicted(self, num_bytes: int, num_records: int) -> None:
+        with self._usage.update() as usage:
+            usage.used_bytes = max(0, usage.used_bytes - num_bytes)
+            usage.pressure_bytes = max(0, usage.pressure_bytes - num_bytes)
+            usage.evicted_records += num_records
+            usage.evicted_bytes += num_bytes
+
+    def _evict_undescribed(self) -> int:
+        """Remove records that no description tells how to read: no server that is to come can use them."""
+        freed = records = 0
+        for namespace_id in namespace_ids(self._paths.root):
+            if namespace_id in self._numbers or not self._is_lost(namespace_id):
+                continue
+            for _, entry in record_entries(self._paths.namespace(namespace_id)):
+                with suppress(FileNotFoundError):
+                    freed += entry.stat(follow_symlinks=False).st_size
+                    records += 1
+                    remove_record(entry.path)
+        if records:
+            self._note_evicted(freed, records)
+        return freed
+
+    def _is_lost(self, namespace_id: bytes) -> bool:
+        """Whether a namespace's description is missing or damaged; one of a newer format is neither."""
+        try:
+            read_namespace_file(self._paths.root, namespace_id)
+        except (UsageError, DamageError):
+            return True
+        except RewarmError:
+            return False
+        return False
 
     def _present(self) -> set[bytes]:
         """Names of all records, from the directories."""
         return {
-            self._numbers[namespace.id] + bytes.fromhex(name[:64])
+            self._numbers[namespace.id] + key
             for namespace in self._namespaces
-            for name in record_names(self._paths.namespace(namespace.id))
+            for key, _ in record_entries(self._paths.namespace(namespace.id))
         }
 
     def _needed_bytes(self, usage: Usage) -> int:
@@ -175,53 +236,43 @@ class RootJanitor:
     def _unlink(self, name: bytes) -> bool:
         namespace = self._namespaces[int.from_bytes(name[:2], "little")]
         try:
-            os.unlink(self._paths.record(namespace.id, name[2:]))
+            remove_record(self._paths.record(namespace.id, name[2:]))
         except FileNotFoundError:
             return False
         return True
 
     def _look_for_namespaces(self) -> None:
-        for namespace in described_namespaces(self._paths):
-            if namespace.id not in self._numbers:
-                number = len(self._namespaces).to_bytes(2, "little")
-                self._numbers[namespace.id] = number
-                self._namespaces.append(namespace)
-                self._order.set_size(number, namespace.record_bytes)
+        found = described_namespaces(self._paths, but=self._numbers.keys())
+        for namespace in found[: _MAX_NAMESPACES - len(self._namespaces)]:
+            number = len(self._namespaces).to_bytes(2, "little")
+            self._numbers[namespace.id] = number
+            self._namespaces.append(namespace)
+            self._order.set_size(number, namespace.record_bytes)
 
     def _fold_sessions(self) -> None:
-        for name in os.listdir(self._paths.sessions):
-            if name.startswith(NEW_PREFIX):
-                self._remove_unborn(os.path.join(self._paths.sessions, name))
-                continue
-            reader = self._readers.setdefault(name, SessionReader(os.path.join(self._paths.sessions, name)))
-            is_dead = reader.is_dead()
-            with suppress(FileNotFoundError):
+        directories = session_directories(self._paths)
+        for directory in directories:
+            reader = self._readers.setdefault(directory, SessionReader(directory))
+            with suppress(OSError):  # gone meanwhile, or nothing that a session has: the next one is looked at
+                is_dead = reader.is_dead()
                 self._fold(reader)
                 if is_dead:
-                    if reader.remove():
+                    if reader.inflight_bytes():
                         self._next_recount = 0.0
-                    del self._readers[name]
-
-    @staticmethod
-    def _remove_unborn(directory: str) -> None:
-        """A session whose process died before its lock was held; a young one may be about to be locked."""
-        with suppress(FileNotFoundError):
-            if time.time() - os.stat(directory).st_mtime > UNBORN_S:
-                SessionReader(directory).remove()
+                    reader.remove()
+        self._readers = {name: self._readers[name] for name in directories if os.path.isdir(name)}
+        remove_unnamed(self._paths)
 
     def _fold(self, reader: SessionReader) -> None:
         """Newest stores first: the last chunk of a context, which no other one needs, is to go before its first."""
-        entries = list(reader.read())
+        entries = [entry for entry in reader.read() if entry[1] in self._numbers]
         for did, namespace_id, key in reversed(entries):
-            number = self._numbers.get(namespace_id)
-            if number is None:
-                continue
-            name = number + key
             if did is Did.STORED:
-                self._order.add(name)
-            elif did is Did.TOUCHED:
-                self._order.touch(name)
-            else:
+                self._order.add(self._numbers[namespace_id] + key)
+        for did, namespace_id, key in entries:
+            if did is Did.TOUCHED:
+                self._order.touch(self._numbers[namespace_id] + key)
+            elif did is Did.DAMAGED:
                 self._quarantine(namespace_id, key)
         self._changed = self._changed or bool(entries)
 
@@ -235,7 +286,6 @@ class RootJanitor:
         target = os.path.join(self._paths.quarantine, f"{time.time_ns()}-{namespace_id.hex()[:16]}-{key.hex()}.rec")
         with suppress(FileNotFoundError):
             os.rename(path, target)
-            self._usage.free(namespace.record_bytes - os.stat(target, follow_symlinks=False).st_size)
         self._order.discard(self._numbers[namespace_id] + key)
         self._prune_quarantine()
 
@@ -243,20 +293,18 @@ class RootJanitor:
         for name in sorted(os.listdir(self._paths.quarantine))[:-MAX_QUARANTINED]:
             path = os.path.join(self._paths.quarantine, name)
             with suppress(FileNotFoundError):
-                found = os.stat(path, follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode):  # somebody put it where a record should be
-                    shutil.rmtree(path)
-                else:
-                    os.unlink(path)
-                self._usage.free(found.st_size)
+                num_bytes = os.stat(path, follow_symlinks=False).st_size
+                remove_record(path)
+                self._usage.free(num_bytes)
 
     def _sync(self) -> None:
         write_mark(self._paths, host_name())
         self._save_order()
 
-    def _finish(self) -> None:
-        with suppress(OSError):
-            if file_identity(self._paths.volume_file) == self._identity:
+    def finish(self) -> None:
+        """Save the order and close."""
+        with suppress(OSError, RewarmError):
+            if self._is_ready and file_identity(self._paths.volume_file) == self._identity:
                 self._fold_sessions()
                 self._sync()
         self._usage.close()
@@ -273,9 +321,13 @@ class RootJanitor:
 
     def _load_order(self) -> dict[bytes, int]:
         try:
-            content = Path(self._paths.order).read_bytes()
+            content = read_small_file(self._paths.order, _MAX_ORDER_BYTES)
         except FileNotFoundError:
             return {}
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ELOOP, errno.EFBIG}:
+                raise
+            content = b""
         body = content[8:]
         whole = content[:4] == _ORDER_MAGIC and len(body) % _ORDER_ENTRY.size == 0
         if not whole or crc32c(body) != int.from_bytes(content[4:8], "little"):
@@ -286,11 +338,3 @@ class RootJanitor:
             for state, namespace_id, key in _ORDER_ENTRY.iter_unpack(body)
             if namespace_id in self._numbers
         }
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
