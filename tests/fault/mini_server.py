@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,9 @@ def make_kv_cache_config(num_blocks: int) -> Any:
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
     )
-    tensors = [KVCacheTensor(num_blocks * spec.page_size_bytes, [name], 0, spec.page_size_bytes) for name in names]
+    # Before 0.26 a tensor knew neither its offset nor its stride.
+    place = (0, spec.page_size_bytes)[: len(fields(KVCacheTensor)) - 2]
+    tensors = [KVCacheTensor(num_blocks * spec.page_size_bytes, [name], *place) for name in names]
     return KVCacheConfig(
         num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(names, spec)]
     )
@@ -206,10 +208,11 @@ class MiniServer:
         out = self.scheduler.schedule()
         self.worker.handle_preemptions(out.kv_connector_metadata)
         self.worker.bind_connector_metadata(out.kv_connector_metadata)
-        if out.has_sync_kv_loads:
+        loads_first = getattr(out, "has_sync_kv_loads", True)  # before 0.30 loads always start first
+        if loads_first:
             self.worker.start_load_kv(self._forward_context)
         sampled = self._forward(out)
-        if not out.has_sync_kv_loads:
+        if not loads_first:
             self.worker.start_load_kv(self._forward_context)
         self.worker.wait_for_save()
         moved = self._transfer_output(out)
@@ -244,15 +247,20 @@ class MiniServer:
         from vllm.v1.outputs import KVConnectorOutput
 
         worker = self.worker
-        results = worker.get_transfer_results(out.finished_req_ids)
+        if hasattr(worker, "get_transfer_results"):
+            results = worker.get_transfer_results(out.finished_req_ids)
+            finished = {"finished_sending": results.finished_sending, "finished_recving": results.finished_recving}
+            finished["failed_recving"] = results.failed_recving
+        else:
+            sent, received = worker.get_finished(out.finished_req_ids)
+            finished = {"finished_sending": sent, "finished_recving": received}
         failed = worker.get_block_ids_with_load_errors()
         for live in self._live.values():
             if failed and not live.ran:
                 mine = set(self.scheduler.kv_cache_manager.get_block_ids(live.request.request_id)[0])
                 live.served.failed_blocks += len(mine & failed)
         return KVConnectorOutput(
-            finished_sending=results.finished_sending, finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving, invalid_block_ids=failed,
+            **finished, invalid_block_ids=failed,
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )  # fmt: skip

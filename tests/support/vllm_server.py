@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Server:
                 command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Server:  # noqa: PYI034
         end = time.monotonic() + START_LIMIT_S
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -88,6 +88,10 @@ class Server:
         raise AssertionError(f"the server was not healthy after {START_LIMIT_S} s\n{self.log_tail()}")
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """As an operator stops it; whatever is left of its session after the limit is killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,9 +115,17 @@ class Server:
         )
         return urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S)
 
-    def ask(self, prompt: Sequence[int], num_tokens: int = 16) -> Answer:
+    def ask(self, prompt: Sequence[int], num_tokens: int = 16, salt: str = "") -> Answer:
         """Greedy tokens after a prompt; the client sees an error as an exception."""
-        body = {"prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body: dict[str, Any] = {
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        if salt:
+            body["cache_salt"] = salt
         started = time.monotonic()
         first, tokens = 0.0, []
         with self.post("/v1/completions", {"model": self.model_name(), "return_token_ids": True, **body}) as lines:
@@ -164,10 +176,8 @@ def prompt_of(number: int, num_tokens: int) -> list[int]:
     return [(number * 31 + index * (7 + number) + index // 11) % 256 for index in range(num_tokens)]
 
 
-@contextlib.contextmanager
-def dropped_page_cache(root: Path) -> Iterator[None]:
-    """Records below ``root`` are not in the page cache when the block starts, as far as an ordinary user can say so."""
+def drop_page_cache(root: Path) -> None:
+    """Records below ``root`` leave the page cache, as far as an ordinary user can ask for that."""
     for record in root.glob("*/??/*.rec"):
         with record.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    yield

@@ -120,6 +120,7 @@ class StagedWorker(RankWorker):
         self._copies: deque[tuple[torch.Event, _Active, int]] = deque()
         self._incoming: deque[_Active] = deque()
         self._active: list[_Active] = []
+        self._cuts: deque[Load] = deque()
         self._num_copied = 0
         self._ended = threading.Event()
         self._is_closing = False
@@ -137,8 +138,7 @@ class StagedWorker(RankWorker):
         if self._is_closing:
             return
         for load in self._loads.values():
-            if load.handle is not None:
-                load.handle.cancel()
+            self._cut(load)
         deadline = time.monotonic() + CLOSE_WAIT_S
         self._gathered.put(None)
         self._threads[1].join(CLOSE_WAIT_S)
@@ -157,6 +157,10 @@ class StagedWorker(RankWorker):
         self._incoming.append(_Active(load, ready, self._ids_on_device([c.block_ids for c in order.chunks])))
         os.eventfd_write(self._wake_fd, 1)
         return load
+
+    def _cut(self, load: Load) -> None:
+        self._cuts.append(load)  # a handle belongs to one thread
+        os.eventfd_write(self._wake_fd, 1)
 
     def _ids_on_device(self, block_ids: Sequence[array[int]]) -> list[torch.Tensor]:
         flat = array("q")
@@ -221,6 +225,10 @@ class StagedWorker(RankWorker):
     def _move_loads(self) -> None:
         while self._incoming:
             self._active.append(self._incoming.popleft())
+        while self._cuts:
+            cut = self._cuts.popleft()
+            if cut.handle is not None:
+                cut.handle.cancel()
         has_moved = False
         for active in self._active:
             for index in take_results(active.load):

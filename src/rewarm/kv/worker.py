@@ -115,8 +115,8 @@ class RankWorker(ABC):
         """
         for request_id in ended_requests:
             load = self._loads.get(request_id)
-            if load is not None and load.handle is not None:
-                load.handle.cancel()
+            if load is not None:
+                self._cut(load)
         self._advance(wait_s if self._loads else 0.0)
         ended = {request_id for request_id, load in self._loads.items() if not load.left}
         for request_id in ended:
@@ -142,6 +142,11 @@ class RankWorker(ABC):
 
     @abstractmethod
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None: ...
+
+    def _cut(self, load: Load) -> None:
+        """End a load early: what is not in place yet fails."""
+        if load.handle is not None:
+            load.handle.cancel()
 
     @abstractmethod
     def _advance(self, wait_s: float) -> None:
@@ -278,8 +283,7 @@ class HostWorker(RankWorker):
     def close(self) -> None:
         """See RankWorker."""
         for load in self._loads.values():
-            if load.handle is not None:
-                load.handle.cancel()
+            self._cut(load)
         deadline = time.monotonic() + CLOSE_WAIT_S
         while self._buffer.is_used and time.monotonic() < deadline:
             self._reap(self._buffer, deadline - time.monotonic())
@@ -300,7 +304,8 @@ class HostWorker(RankWorker):
             if oldest.handle is not None:
                 oldest.handle.wait(wait_s)
         for load in self._loads.values():
-            load.left -= len(take_results(load))
+            num_delivered = len(take_results(load))  # first: it counts the failed ones off itself
+            load.left -= num_delivered
         self._reap(self._buffer, 0.0)
 
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
