@@ -26,6 +26,9 @@ NAMESPACE_FILE = "namespace.json"
 STATE_DIR = ".rewarm"
 FORMAT_VERSION = 1
 RECORD_SUFFIX = ".rec"
+TEMPORARY_SUFFIX = ".tmp"
+DEAD_TEMPORARY_S = 60.0
+"""A small file is written in milliseconds; a temporary this old has lost its process."""
 _MAX_JSON_BYTES = 1 << 20
 _MAX_NUMBER = (1 << 63) - 1
 _HEX_128 = re.compile(r"[0-9a-f]{32}")
@@ -223,7 +226,7 @@ def to_text(document: Mapping[str, Any]) -> bytes:
 
 def replace_file(path: str, content: bytes, *, durable: bool = False) -> None:
     """Put a whole file under a name at once; who reads it sees the old one or the new one."""
-    temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY_SUFFIX}"
     try:
         write_new(temporary, content, durable=durable)
         os.rename(temporary, path)
@@ -233,6 +236,16 @@ def replace_file(path: str, content: bytes, *, durable: bool = False) -> None:
         raise
     if durable:
         sync_directory(str(Path(path).parent))
+
+
+def remove_dead_temporaries(directory: str, now_s: float) -> None:
+    """Remove what replace_file() left where a process or a machine died in it; ``now_s`` by the file system's clock."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(TEMPORARY_SUFFIX) and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):
+                    if now_s - entry.stat(follow_symlinks=False).st_mtime > DEAD_TEMPORARY_S:
+                        os.unlink(entry.path)
 
 
 def write_new(path: str, content: bytes, *, durable: bool) -> None:

@@ -25,6 +25,7 @@ from rewarm.volume.layout import (
     read_namespace_file,
     read_root_file,
     read_small_file,
+    remove_dead_temporaries,
     replace_file,
 )
 from rewarm.volume.recovery import host_name, write_mark
@@ -123,6 +124,7 @@ class RootJanitor:
 
     def prepare(self) -> None:
         """Learn what is there, and in which order it was to go."""
+        self._remove_temporaries()
         self._look_for_namespaces()
         self._order.restore(self._load_order(), self._present())
         recount(self._paths, self._usage)
@@ -240,6 +242,13 @@ class RootJanitor:
         except FileNotFoundError:
             return False
         return True
+
+    def _remove_temporaries(self) -> None:
+        """Of small files whose writer was killed or lost its power; a record's own goes with its session."""
+        with suppress(FileNotFoundError):
+            now_s = os.stat(self._paths.janitor_lock).st_mtime  # written to when the lock was taken
+            for directory in (self._paths.state, *map(self._paths.namespace, namespace_ids(self._paths.root))):
+                remove_dead_temporaries(directory, now_s)
 
     def _look_for_namespaces(self) -> None:
         found = described_namespaces(self._paths, but=self._numbers.keys())
