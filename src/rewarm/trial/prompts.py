@@ -27,9 +27,3 @@ def context(seed: int, kind: str, number: int, num_tokens: int) -> list[int]:
     digest = hashlib.sha256(f"rewarm trial {seed} {kind} {number}".encode()).digest()
     draw = random.Random(digest)
     return [draw.choice(TOKENS) for _ in range(num_tokens)]
-
-
-def group(seed: int, number: int, *, concurrency: int, num_tokens: int) -> list[tuple[int, list[int]]]:
-    """The contexts of one group as (context number, tokens)."""
-    first = number * concurrency
-    return [(first + index, context(seed, FILL, first + index, num_tokens)) for index in range(concurrency)]

@@ -88,8 +88,3 @@ def test_prompts_follow_from_the_seed_and_differ_from_the_first_tokens_on() -> N
     assert prompts.context(5, prompts.FILL, 3, 500) == prompts.context(5, prompts.FILL, 3, 500)
     assert prompts.context(6, prompts.FILL, 3, 500) != prompts.context(5, prompts.FILL, 3, 500)
     assert set(itertools.chain(*texts)) <= set(prompts.TOKENS)
-
-
-def test_groups_share_no_context() -> None:
-    groups = [prompts.group(5, number, concurrency=3, num_tokens=64) for number in range(4)]
-    assert [number for group in groups for number, _ in group] == list(range(12))
