@@ -53,6 +53,7 @@ def _analyse(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "verdict": verdict.value,
         "seed": first["seed"],
         "plan": plan.as_json(),
+        "context_tokens": next((each["context_tokens"] for each in events if each["event"] == "load_chosen"), None),
         "environment": first["environment"],
         "gates": [gate.as_json(required=gate.name in plan.gates.required) for gate in gates],
         "proofs": [proof.as_json() for proof in proofs],

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from rewarm.trial.schedule import CANARY, FILL, RECOMPUTE, REFERENCE, Step
 
-_GUESS_S = {"start": 60.0, "warm": 10.0, "drain": 3.0, "stop": 8.0, "drop": 0.5, "throttle": 0.1}
+_GUESS_S = {"start": 60.0, "warm": 10.0, "drain": 3.0, "stop": 8.0, "drop": 0.5, "throttle": 0.1, "choose": 8.0}
 _COMPUTED_S, _LOADED_S = 20.0, 2.0
 
 

@@ -19,6 +19,10 @@ from rewarm.errors import StorageError, UsageError
 from rewarm.units import GIB, MIB, format_size, parse_size
 
 TINY_MODEL = "tiny"
+LONG_CONTEXT, SHORT_CONTEXT, LEAST_CONTEXT = 8192, 4096, 512
+"""Contexts that are chosen from where a plan names none, and the least that it may name."""
+PROBE_LIMIT_S = 3.0
+"""The short context is taken where computing it takes longer: a trial computes some two dozen contexts."""
 ARMS = ("recompute", "fs", "rewarm")
 GATES = ("tokens", "cold", "recovery", "peer", "g3_ttft", "g3_throughput")
 
@@ -63,9 +67,9 @@ _SERVERS = ("auto", "together", "in_turn")
 class LoadTable:
     """The load: `groups` times `concurrency` contexts are filled; a block recovers one group, all at once."""
 
-    context_tokens: int = 4096
-    """Prompt tokens of each context."""
-    concurrency: int = 3
+    context_tokens: int = 0
+    """Prompt tokens of each context. 0: 8192, or 4096 where 4096 take more than 3 s to compute."""
+    concurrency: int = 2
     """Requests at once in a block."""
     groups: int = 2
     """Groups of contexts that blocks take in turn."""
@@ -77,7 +81,8 @@ class LoadTable:
     """Pairs of the same arm against itself, measured first."""
 
     def __post_init__(self) -> None:
-        _check(self.context_tokens >= 64, f"load.context_tokens is {self.context_tokens}", "64 or more")
+        at_hand = self.context_tokens == 0 or self.context_tokens >= LEAST_CONTEXT
+        _check(at_hand, f"load.context_tokens is {self.context_tokens}", f"0 or {LEAST_CONTEXT} or more")
         for name, least in (("concurrency", 1), ("groups", 1), ("output_tokens", 1), ("pairs", 3), ("noise_pairs", 3)):
             _check(getattr(self, name) >= least, f"load.{name} is {getattr(self, name)}", f"{least} or more")
 

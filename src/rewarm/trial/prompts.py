@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 
-FILL, WARM_UP, CANARY = "fill", "warm-up", "canary"
+FILL, PROBE, WARM_UP, CANARY = "fill", "probe", "warm-up", "canary"
 
 TOKENS = range(3, 256)
 """Low token numbers are ordinary text in every vocabulary that we know, and exist in the tiny model's; the first three
@@ -20,7 +20,7 @@ def context(seed: int, kind: str, number: int, num_tokens: int) -> list[int]:
 
     Args:
         seed: The trial's.
-        kind: FILL, WARM_UP or CANARY: prompts of different kinds share nothing.
+        kind: FILL, PROBE, WARM_UP or CANARY: prompts of different kinds share nothing.
         number: Which one of its kind.
         num_tokens: Its length.
     """

@@ -26,7 +26,7 @@ from rewarm.trial.coldness import drop_page_cache
 from rewarm.trial.estimate import Estimate
 from rewarm.trial.evidence import EventLog, read_events, write_manifest, write_result
 from rewarm.trial.meter import ReadMeter
-from rewarm.trial.plan import Plan
+from rewarm.trial.plan import LONG_CONTEXT, PROBE_LIMIT_S, SHORT_CONTEXT, Plan
 from rewarm.trial.report import write_reports
 from rewarm.trial.schedule import (
     CANARY,
@@ -46,6 +46,8 @@ from rewarm.trial.server import Server
 DRAINED_AFTER = 3
 """Looks at the tier's files, half a second apart, that must find them unchanged."""
 DRAIN_S = 120.0
+CANARY_PART = 4
+"""A canary is this part of a context: it only has to miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class _Runner:
         self._sent: dict[str, set[tuple[str, int]]] = {}
         """What each tier's server was ever sent, as (kind, number): what it has stored."""
         self._limit_bytes_s = 0.0
+        self._context_tokens = 0
         self._blocks: list[dict[str, Any]] = []
         self._together = plan.trial.servers == "together" or (plan.trial.servers == "auto" and install.on_cpu)
 
@@ -203,6 +206,21 @@ class _Runner:
                     self._log.add("server_started", **server.describe())
                     waiting.remove(server)
             time.sleep(0.2)
+
+    def _choose(self, _step: Step) -> None:
+        """Settle the length of contexts: by the plan, else by the time that a short one takes to compute."""
+        chosen, probe_s = self._plan.load.context_tokens, []
+        if not chosen:
+            probe = prompts.context(self._seed, prompts.PROBE, 0, SHORT_CONTEXT)
+            for _ in range(2):  # the first one after a start is slower, and does not count
+                self._reset(RECOMPUTE)
+                (record,), _ = self._servers[RECOMPUTE].client.complete([(0, probe)], 1)
+                if record["error"]:
+                    raise StorageError(f"the first request failed: {record['error']}")
+                probe_s.append(round(record["ttft_s"], 4))
+            chosen = LONG_CONTEXT if probe_s[-1] <= PROBE_LIMIT_S else SHORT_CONTEXT
+        self._context_tokens = chosen
+        self._log.add("load_chosen", context_tokens=chosen, probe_s=probe_s)
 
     def _warm(self, step: Step) -> None:
         """A throw-away context of full length twice, the prefix cache emptied between: computed, then loaded."""
@@ -259,7 +277,7 @@ class _Runner:
             seen.append(_weigh(root))
             time.sleep(0.5)
         files, num_bytes = seen[-1]
-        tokens = len(self._sent[name]) * self._plan.load.context_tokens
+        tokens = len(self._sent[name]) * self._context_tokens
         wait_s = round(time.monotonic() - begin_s, 3)
         self._log.add("drained", server=name, files=files, bytes=num_bytes, tokens=tokens, wait_s=wait_s)
 
@@ -299,13 +317,13 @@ class _Runner:
     def _prompts(self, step: Step) -> list[tuple[int, list[int]]]:
         name, load = server_of(step.arm), self._plan.load
         if step.phase == CANARY:
-            return [self._prompt(name, prompts.CANARY, 0)]
+            return [(0, prompts.context(self._seed, prompts.CANARY, 0, self._context_tokens // CANARY_PART))]
         first = step.group * load.concurrency
         return [self._prompt(name, prompts.FILL, first + index) for index in range(load.concurrency)]
 
     def _prompt(self, name: str, kind: str, number: int) -> tuple[int, list[int]]:
         self._sent.setdefault(name, set()).add((kind, number))
-        return number, prompts.context(self._seed, kind, number, self._plan.load.context_tokens)
+        return number, prompts.context(self._seed, kind, number, self._context_tokens)
 
 
 def _weigh(root: Path) -> tuple[int, int]:

@@ -30,7 +30,9 @@ class Step:
     """One step; what a field is for is said by ``kind``."""
 
     kind: str
-    """start, warm, block, drain, drop, stop: of the servers named; throttle: limit the baseline from here on."""
+    """start, warm, block, drain, drop, stop: of the servers named; choose: the length of contexts; throttle: limit the
+    baseline from here on.
+    """
     servers: tuple[str, ...] = ()
     arm: str = ""
     phase: str = ""
@@ -73,7 +75,7 @@ def make_schedule(plan: Plan, seed: int, *, together: bool) -> list[Step]:
 
 def _together(plan: Plan, draw: random.Random) -> Iterator[Step]:
     arms, tiers = plan.trial.arms, tuple(arm for arm in plan.trial.arms if arm != RECOMPUTE)
-    yield Step("start", arms)
+    yield from (Step("start", arms), Step("choose"))
     yield from (Step("warm", (server,)) for server in arms)
     for group in range(plan.load.groups):
         for arm in draw.sample(arms, len(arms)):
@@ -103,7 +105,7 @@ def _together(plan: Plan, draw: random.Random) -> Iterator[Step]:
 
 def _in_turn(plan: Plan, draw: random.Random) -> Iterator[Step]:
     tiers = [arm for arm in plan.trial.arms if arm != RECOMPUTE]
-    yield from (Step("start", (RECOMPUTE,)), Step("warm", (RECOMPUTE,)))
+    yield from (Step("start", (RECOMPUTE,)), Step("choose"), Step("warm", (RECOMPUTE,)))
     for group in range(plan.load.groups):
         yield Step("block", arm=RECOMPUTE, phase=REFERENCE, group=group)
     yield Step("block", arm=RECOMPUTE, phase=NOISE)

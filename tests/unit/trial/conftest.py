@@ -16,6 +16,7 @@ from rewarm.trial.report import write_reports
 from rewarm.trial.schedule import CANARY, FILL, FS_LIMITED, RECOMPUTE, Step, make_schedule
 
 KV_BYTES = 16384
+CONTEXT_TOKENS = 4096
 TTFT_S = {"recompute": 12.0, "fs": 0.40, "fs_limited": 0.60, "rewarm": 0.30}
 TOKENS_PER_S = {"recompute": 1.0, "fs": 30.0, "fs_limited": 24.0, "rewarm": 36.0}
 
@@ -58,6 +59,7 @@ def _write(plan: Plan, ttft_s: Mapping[str, float], add: Callable[..., None]) ->
     draw = random.Random(1)
     environment = {"vllm": "0.32.0", "device": "cpu"}
     add("trial_started", plan=plan.as_json(), seed=1, rewarm="0", environment=environment)
+    add("load_chosen", context_tokens=CONTEXT_TOKENS, probe_s=[2.0, 1.0])
     at_s, pid = 0.0, 100
     for step in make_schedule(plan, 1, together=True):
         for server in step.servers:
@@ -78,7 +80,7 @@ def _server_event(step: Step, server: str, pid: int, plan: Plan, add: Callable[.
         ours = {"listener_is_ours": True, "name_is_ours": True}
         add("server_started", server=server, pid=pid, start_s=35.0, command=command, env={"A": "1"}, **ours)
     elif step.kind == "drain":
-        tokens = plan.load.context_tokens * plan.load.concurrency * plan.load.groups
+        tokens = CONTEXT_TOKENS * plan.load.concurrency * plan.load.groups
         add("drained", server=server, files=10, bytes=tokens * KV_BYTES, tokens=tokens, wait_s=1.0)
     elif step.kind == "stop":
         add("server_stopped", server=server, port_is_free=True, left_in_shm=[], killed=False, stop_s=4.0)
@@ -92,7 +94,7 @@ def _block(plan: Plan, step: Step, ttft_s: Mapping[str, float], draw: random.Ran
     requests = [
         {
             "context": step.group * load.concurrency + index,
-            "prompt_tokens": load.context_tokens,
+            "prompt_tokens": CONTEXT_TOKENS,
             "ttft_s": mean * (0.8 + 0.4 * index / max(load.concurrency - 1, 1)),
             "total_s": mean * 1.5,
             "tokens": [index, step.group, step.phase == CANARY] + [7] * (load.output_tokens - 3),
@@ -100,7 +102,7 @@ def _block(plan: Plan, step: Step, ttft_s: Mapping[str, float], draw: random.Ran
         }
         for index in range(load.concurrency)
     ]
-    tokens = load.context_tokens * load.concurrency
+    tokens = CONTEXT_TOKENS * load.concurrency
     read = tokens * KV_BYTES if hits else 0
     return {
         "arm": arm,

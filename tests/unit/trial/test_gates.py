@@ -20,7 +20,7 @@ def test_a_good_trial_passes_every_gate(make_trial) -> None:
     assert result["verdict"] == "pass"
     assert {gate["outcome"] for gate in result["gates"]} == {"pass"}
     assert set(proofs(result).values()) == {"OK"}
-    assert "read rate: baseline 0.2" in gates(result)["g3_ttft"]["found"]
+    assert "read rate: baseline 0.19 GB/s, candidate 0.38" in gates(result)["g3_ttft"]["found"]
 
 
 def test_g3_is_shown_when_it_fails_and_does_not_make_the_verdict(make_trial) -> None:
