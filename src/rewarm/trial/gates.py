@@ -91,11 +91,11 @@ def judge_all(plan: Plan, blocks: Sequence[Block], proofs: Sequence[Finding], to
 
 
 def verdict_of(gates: Sequence[Gate], required: Sequence[str], *, complete: bool) -> Outcome:
-    """Of the whole: fail if a required gate fails, pass if all pass and the trial ran to its end."""
-    outcomes = [gate.outcome for gate in gates if gate.name in required]
+    """Of the whole: fail if a required gate fails, pass if all pass; a trial cut short fails by a wrong token alone."""
+    outcomes = {gate.outcome for gate in gates if gate.name in required and (complete or gate.name == "tokens")}
     if Outcome.FAIL in outcomes:
         return Outcome.FAIL
-    return Outcome.PASS if complete and all(each is Outcome.PASS for each in outcomes) else Outcome.INCONCLUSIVE
+    return Outcome.PASS if complete and outcomes <= {Outcome.PASS} else Outcome.INCONCLUSIVE
 
 
 def _tokens(check: TokenCheck) -> Gate:

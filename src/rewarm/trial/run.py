@@ -77,6 +77,9 @@ def run_trial(plan: Plan, out: Path, show: Show) -> dict[str, Any]:
             report of what was seen until then.
         KeyboardInterrupt: It was interrupted; the folder holds a report too.
     """
+    for directory in filter(None, (plan.trial.root, plan.trial.baseline_root)):
+        if not Path(directory).is_dir():
+            raise StorageError(f"{directory} is not a directory", path=directory, hint=f"mkdir {directory}")
     install = find_vllm()
     seed = plan.trial.seed if plan.trial.seed >= 0 else secrets.randbelow(2**32)
     log = EventLog(out)
@@ -135,8 +138,6 @@ def _places(plan: Plan, out: Path) -> Iterator[Places]:
 
     def make(directory: str) -> Path:
         above = Path(directory).resolve() if directory else out.resolve()
-        if not above.is_dir():
-            raise StorageError(f"{directory} is not a directory", path=directory, hint=f"mkdir {directory}")
         folder = above / name
         try:
             folder.mkdir(mode=0o700, exist_ok=True)

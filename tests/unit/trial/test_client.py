@@ -125,6 +125,10 @@ def test_counters_are_summed_over_labels(serve) -> None:
 
 def test_a_reset_that_is_refused_is_asked_again_and_then_given_up(serve) -> None:
     answers = iter(['{"success": false}', '{"success": false}', '{"success": true}'])
-    serve(lambda handler: text(next(answers))(handler)).reset_prefix_cache(external=True)
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        text(next(answers))(handler)
+
+    serve(answer).reset_prefix_cache(external=True)
     with pytest.raises(StorageError, match="did not empty"):
         serve(text('{"success": false}')).reset_prefix_cache(external=False, wait_s=0)

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from rewarm.errors import StorageError, UsageError
 from rewarm.trial.plan import DEMO, Plan, from_document, load_plan
@@ -56,3 +62,14 @@ def test_a_wrong_plan_is_one_line(tmp_path: Path, text: str, message: str) -> No
 def test_a_missing_plan_is_an_error_of_the_storage(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be read"):
         load_plan(str(tmp_path / "none.toml"))
+
+
+def test_the_plan_of_the_guide_is_all_defaults() -> None:
+    """The page names every key with its default: nothing more, nothing less."""
+    page = Path(__file__).parents[3] / "docs" / "guides" / "trial.md"
+    text = page.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    document = tomllib.loads(text)
+    assert from_document(document, where="docs/guides/trial.md") == Plan()
+    assert {name: set(table) for name, table in document.items()} == {
+        name: set(table) for name, table in Plan().as_json().items()
+    }

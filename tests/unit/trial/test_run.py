@@ -98,7 +98,7 @@ def test_a_server_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
 
 
 def test_refused_requests_end_the_trial_with_the_servers_words(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="HTTP 400.*too long"):
+    with pytest.raises(StorageError, match=r"HTTP 400.*too long"):
         run_it(tmp_path / "out", env={"FAKE_FAULT": "refuses"})
 
 
@@ -125,7 +125,7 @@ sys.exit(run_command(cli, sys.argv[1:]))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_no_server_behind(tmp_path: Path, number: signal.Signals) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text("[trial]\nmodel = 'm'\n[load]\ncontext_tokens = 512\npairs = 5000\n")
+    plan.write_text("[trial]\nmodel = 'm'\n[load]\ncontext_tokens = 512\npairs = 400\n")
     out = tmp_path / "out"
     program = _PROGRAM.format(folder=str(FAKE.parent))
     words = [sys.executable, "-c", program, "trial", "run", str(plan), "--out", str(out)]
