@@ -110,12 +110,11 @@ def _metrics_page() -> str:
 def _exit_codes_page() -> str:
     meanings = {
         errors.ExitCode.DONE: "done",
-        errors.ExitCode.ANSWER_IS_NO: "done, and the answer is no: a check failed, a gate was missed, damage was found "
-        "by a command whose job is to look for it",
+        errors.ExitCode.ANSWER_IS_NO: "done, and the answer is no: a check failed, a gate was missed",
         errors.ExitCode.USAGE: "usage: an argument, option or configuration value is wrong; nothing was changed",
         errors.ExitCode.CANNOT: "this machine, platform or version cannot do what was asked",
         errors.ExitCode.IO: "the storage refused: I/O error, permission, missing directory, full",
-        errors.ExitCode.DAMAGE: "bytes do not match their checksum or their name",
+        errors.ExitCode.DAMAGE: "bytes do not match their checksum or their name; also from a command that looks for such",
         errors.ExitCode.BUSY: "somebody else holds what was asked for",
         errors.ExitCode.BUG: "a bug in Rewarm: please report it",
     }

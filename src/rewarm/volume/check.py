@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 
 from rewarm.engine import pure_io
 from rewarm.engine.base import ReadRecord, ToMemory
+from rewarm.engine.checksum import crc32c
 from rewarm.engine.memory import PAGE_BYTES, AlignedBuffer
+from rewarm.engine.record import PIECE_BYTES, parse_header, piece_spans
+from rewarm.errors import DamageError, FormatVersionError
 from rewarm.volume.layout import NamespaceFile
-
-NOT_A_RECORD = frozenset({errno.EBADMSG, errno.EISDIR, errno.ELOOP, errno.ESPIPE})
-"""Results of a read that mean: what has the record's name is not the record."""
 
 
 def remove_record(path: str) -> None:
@@ -47,15 +46,35 @@ class RecordChecker:
         target = ToMemory(self._buffer.address + PAGE_BYTES)
         transfer = ReadRecord(path, key, namespace.id, namespace.payload_bytes, target)
         view = self._buffer.view
-        result = pure_io.read_record(transfer, view[:PAGE_BYTES], view[PAGE_BYTES:], lambda: 0)
-        return errno.EBADMSG if result in NOT_A_RECORD else result
+        return pure_io.read_record(transfer, view[:PAGE_BYTES], view[PAGE_BYTES:], lambda: 0)
 
     @property
-    def payload(self) -> memoryview:
-        """The payload of the record that was checked last; valid until the next one."""
-        return self._buffer.view[PAGE_BYTES : PAGE_BYTES + self._namespace.payload_bytes]
+    def record(self) -> memoryview:
+        """The file's bytes of the record that was checked last; valid until the next one."""
+        return self._buffer.view[: self._namespace.record_bytes]
 
     @property
-    def payload_address(self) -> int:
-        """Where the payload lies, aligned to 4096, with room for the padded one."""
-        return self._buffer.address + PAGE_BYTES
+    def created_ns(self) -> int:
+        """When that record was stored."""
+        return parse_header(bytes(self._buffer.view[:PAGE_BYTES])).created_ns
+
+
+def check_record(record: memoryview, key: bytes, namespace: NamespaceFile) -> None:
+    """Check the bytes of a record that came from elsewhere.
+
+    Raises:
+        DamageError: They are not this record, whole.
+    """
+    try:
+        header = parse_header(bytes(record[:PAGE_BYTES]))
+    except FormatVersionError as error:
+        raise DamageError(f"record {key.hex()} has a newer format") from error
+    found = (header.key, header.namespace_id, header.payload_bytes, header.piece_bytes)
+    if found != (key, namespace.id, namespace.payload_bytes, PIECE_BYTES):
+        raise DamageError(f"record {key.hex()} says that it is another one")
+    spans = piece_spans(namespace.payload_bytes)
+    if any(
+        crc32c(record[offset : offset + length]) != crc
+        for (offset, length), crc in zip(spans, header.piece_crcs, strict=True)
+    ):
+        raise DamageError(f"record {key.hex()} does not match its checksum")

@@ -11,7 +11,6 @@ from enum import IntEnum
 
 from rewarm.engine.base import Completion
 from rewarm.errors import BusyError
-from rewarm.volume.check import NOT_A_RECORD
 
 
 class Outcome(IntEnum):
@@ -30,7 +29,7 @@ class Outcome(IntEnum):
 _OUTCOMES = {
     0: Outcome.HIT,
     errno.ENOENT: Outcome.MISS,
-    **dict.fromkeys(NOT_A_RECORD, Outcome.DAMAGED),
+    errno.EBADMSG: Outcome.DAMAGED,
     errno.ETIMEDOUT: Outcome.TIMEOUT,
     errno.ECANCELED: Outcome.TIMEOUT,
 }

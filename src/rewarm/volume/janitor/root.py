@@ -295,6 +295,7 @@ class RootJanitor:
         target = os.path.join(self._paths.quarantine, f"{time.time_ns()}-{namespace_id.hex()[:16]}-{key.hex()}.rec")
         with suppress(FileNotFoundError):
             os.rename(path, target)
+            self._usage.free(namespace.record_bytes - os.stat(target, follow_symlinks=False).st_size)
         self._order.discard(self._numbers[namespace_id] + key)
         self._prune_quarantine()
 

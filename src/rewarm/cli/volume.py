@@ -1,0 +1,384 @@
+"""``rewarm volume``: create, look into, verify, empty, export and import volumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import click
+
+from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
+from rewarm.errors import ExitCode, UsageError
+from rewarm.units import MIB, format_rate, format_size, parse_size
+from rewarm.volume import create_volume
+from rewarm.volume.archive import Exported, export_archive, import_archive
+from rewarm.volume.evict import Evicted, choose, evict_until, purge
+from rewarm.volume.info import MANY_RECORDS, NamespaceInfo, RootInfo, VolumeInfo, flatten, root_info, volume_info
+from rewarm.volume.layout import read_roots
+from rewarm.volume.verify import Problem, verify_volume
+
+_SHORT = 12
+"""Hexadecimal digits of an id that are shown."""
+_SHOWN_PROBLEMS = 20
+_SMALL_CHUNK_BYTES = 4 * MIB
+
+
+@click.group("volume")
+def command() -> None:
+    """Create, look into, verify, empty, export and import volumes."""
+
+
+_roots = click.argument("roots", nargs=-1, required=True, metavar="DIR...")
+
+
+@command.command("create")
+@_roots
+@click.option("--size", required=True, metavar="SIZE", help="What the volume may hold, like 200GiB, over all DIRs.")
+@json_option
+@quiet_option
+def create(roots: Sequence[str], size: str, as_json: bool) -> None:
+    """Make a volume of one or more directories, one a device.
+
+    Each DIR is empty, or missing with a parent that is there. The size is spread by the free space of their devices.
+    """
+    made = create_volume(roots, capacity_bytes=parse_size(size))
+    if as_json:
+        shares = [{"path": path, "capacity_bytes": root.capacity_bytes} for path, root in made.roots.items()]
+        print_json({"schema": "rewarm.volume.create/1", "volume_id": made.volume_id, "roots": shares})
+    else:
+        for path, root in made.roots.items():
+            click.echo(f"{path}  {format_size(root.capacity_bytes)}")
+    if made.capacity_bytes > MANY_RECORDS * _SMALL_CHUNK_BYTES:
+        note(
+            f"note: in chunks of {format_size(_SMALL_CHUNK_BYTES)} this holds more than {MANY_RECORDS:,} records; "
+            "larger chunks open faster (kv.chunk_tokens)"
+        )
+
+
+@command.command("info")
+@_roots
+@json_option
+@quiet_option
+def info(roots: Sequence[str], as_json: bool) -> None:
+    """Show the roots, the room and the namespaces of a volume; reads names only."""
+    found = volume_info(roots)
+    if as_json:
+        print_json(_info_document(found))
+    else:
+        _print_info(found)
+    if found.num_records > MANY_RECORDS:
+        note(
+            f"note: {found.num_records:,} records are more than {MANY_RECORDS:,}; larger chunks need less memory "
+            "and open faster (kv.chunk_tokens)"
+        )
+
+
+def _info_document(found: VolumeInfo) -> dict[str, Any]:
+    return {
+        "schema": "rewarm.volume.info/1",
+        "volume_id": found.id,
+        "format_version": found.version,
+        "capacity_bytes": found.capacity_bytes,
+        "used_bytes": found.used_bytes,
+        "records": found.num_records,
+        "index_bytes": found.index_bytes,
+        "scan_seconds": round(found.scan_s, 6),
+        "roots": [_root_document(root) for root in found.roots],
+        "namespaces": [
+            {
+                "id": namespace.id.hex(),
+                "payload_bytes": namespace.payload_bytes,
+                "records": namespace.num_records,
+                "bytes": namespace.num_bytes,
+                "identity": namespace.identity,
+                "trouble": namespace.trouble,
+            }
+            for namespace in found.namespaces
+        ],
+    }
+
+
+def _root_document(root: RootInfo) -> dict[str, Any]:
+    return {
+        "path": root.path,
+        "root_id": root.file.root_id,
+        "created_ns": root.file.created_ns,
+        "capacity_bytes": root.file.capacity_bytes,
+        "used_bytes": root.usage.used_bytes,
+        "used_is_known": root.usage.is_known,
+        "stored_bytes_total": root.usage.reserved_bytes,
+        "evicted_records_total": root.usage.evicted_records,
+        "evicted_bytes_total": root.usage.evicted_bytes,
+        "quarantined_bytes": root.quarantined_bytes,
+        "disk_free_bytes": root.disk_free_bytes,
+        "pids": root.pids,
+        "janitor_pid": root.janitor_pid,
+    }
+
+
+def _print_info(found: VolumeInfo) -> None:
+    share = found.used_bytes / found.capacity_bytes
+    click.echo(f"volume {found.id}, format {found.version}")
+    click.echo(f"used {format_size(found.used_bytes)} of {format_size(found.capacity_bytes)} ({share:.1%})")
+    click.echo(
+        f"records {found.num_records:,}, index {format_size(found.index_bytes)} a process, "
+        f"scan {found.scan_s:.2f} s at open"
+    )
+    click.echo()
+    rows = [
+        (
+            root.path,
+            format_size(root.file.capacity_bytes),
+            format_size(root.usage.used_bytes) if root.usage.is_known else "not counted yet",
+            format_size(root.disk_free_bytes),
+            ", ".join(map(str, root.pids)) or "-",
+        )
+        for root in found.roots
+    ]
+    print_table(("root", "capacity", "used", "disk free", "processes"), rows)
+    _print_namespaces(found.namespaces)
+
+
+def _print_namespaces(namespaces: Sequence[NamespaceInfo]) -> None:
+    """What all namespaces share once, and below each what is its own."""
+    flat = {namespace.id: flatten(namespace.identity) for namespace in namespaces if not namespace.trouble}
+    shared = dict(set.intersection(*(set(values.items()) for values in flat.values()))) if len(flat) > 1 else {}
+    for namespace in namespaces:
+        size = format_size(namespace.payload_bytes) if namespace.payload_bytes else "unknown size"
+        click.echo()
+        click.echo(
+            f"namespace {namespace.id.hex()[:_SHORT]}: {namespace.num_records:,} records of {size}, "
+            f"{format_size(namespace.num_bytes)}"
+        )
+        if namespace.trouble:
+            click.echo(f"  {namespace.trouble}")
+        _print_values({k: v for k, v in flat.get(namespace.id, {}).items() if k not in shared})
+    if shared:
+        click.echo("\nall of them:")
+        _print_values(shared)
+
+
+def _print_values(values: dict[str, str]) -> None:
+    width = max(map(len, values), default=0)
+    for name in sorted(values):
+        click.echo(f"  {name:<{width}}  {values[name]}")
+
+
+@command.command("top")
+@_roots
+@click.option("--interval", default=1.0, type=click.FloatRange(min=0.05), help="Seconds between two looks.")
+@click.option("--count", default=0, type=click.IntRange(min=0), help="Looks; 0: until Ctrl-C, and 1 with --json.")
+@json_option
+def top(roots: Sequence[str], interval: float, count: int, as_json: bool) -> None:
+    """Watch what is stored and evicted, root by root."""
+    files = read_roots(roots)
+    before = [root_info(root, file) for root, file in files.items()]
+    looks = []
+    for number in itertools.count(1):
+        time.sleep(interval)
+        now = [root_info(root, file) for root, file in files.items()]
+        rows = [_rates(a, b, interval) for a, b in zip(before, now, strict=True)]
+        looks.append(rows)
+        before = now
+        if not as_json:
+            _print_rates(rows, is_first=number == 1)
+            looks.clear()
+        if number == (count or int(as_json)):
+            break
+    if as_json:
+        print_json({"schema": "rewarm.volume.top/1", "interval_seconds": interval, "looks": looks})
+
+
+def _rates(before: RootInfo, now: RootInfo, seconds: float) -> dict[str, Any]:
+    return {
+        "path": now.path,
+        "used_bytes": now.usage.used_bytes,
+        "capacity_bytes": now.file.capacity_bytes,
+        "stored_bytes_per_second": max(0, now.usage.reserved_bytes - before.usage.reserved_bytes) / seconds,
+        "evicted_bytes_per_second": max(0, now.usage.evicted_bytes - before.usage.evicted_bytes) / seconds,
+        "wanted_bytes": now.usage.pressure_bytes,
+        "pids": now.pids,
+    }
+
+
+def _print_rates(rows: Sequence[dict[str, Any]], *, is_first: bool) -> None:
+    if sys.stdout.isatty() and not is_first:
+        click.echo(f"\x1b[{len(rows) + 1}A\x1b[J", nl=False)
+    print_table(
+        ("root", "used", "of", "stored", "evicted", "processes"),
+        [
+            (
+                row["path"],
+                format_size(row["used_bytes"]),
+                format_size(row["capacity_bytes"]),
+                format_rate(row["stored_bytes_per_second"], 1),
+                format_rate(row["evicted_bytes_per_second"], 1),
+                str(len(row["pids"])),
+            )
+            for row in rows
+        ],
+    )
+
+
+@command.command("verify")
+@_roots
+@click.option("--repair", is_flag=True, help="Remove what is damaged.")
+@json_option
+@quiet_option
+def verify(roots: Sequence[str], repair: bool, as_json: bool) -> ExitCode:
+    """Read every record and check it. Exit code 5 when damage was found, 4 when only something could not be read."""
+    with progress("verify", volume_info(roots).num_records) as advance:
+        report = verify_volume(roots, repair=repair, advance=advance)
+    if as_json:
+        print_json({"schema": "rewarm.volume.verify/1", **dataclasses.asdict(report)})
+    else:
+        click.echo(f"{report.num_records:,} records read, {format_size(report.num_bytes)} whole")
+        _print_problems("damaged", report.damaged)
+        _print_problems("cannot be read", report.unreadable)
+        _print_problems("skipped", report.skipped)
+    if report.damaged:
+        return ExitCode.DAMAGE
+    return ExitCode.IO if report.unreadable else ExitCode.DONE
+
+
+def _print_problems(what: str, problems: Sequence[Problem]) -> None:
+    if problems:
+        click.echo(f"{len(problems):,} {what}:")
+    for problem in problems[:_SHOWN_PROBLEMS]:
+        click.echo(f"  {problem.path}: {problem.reason}{', removed' if problem.is_removed else ''}")
+    if len(problems) > _SHOWN_PROBLEMS:
+        click.echo(f"  and {len(problems) - _SHOWN_PROBLEMS:,} more (--json has all)")
+
+
+@command.command("evict")
+@_roots
+@click.option("--until", metavar="ROOM", help="Evict the least used records until so much is free: 10%, 20GiB a DIR.")
+@click.option("--namespace", "prefixes", multiple=True, metavar="ID", help="Remove a namespace; info shows the ids.")
+@click.option("--salt", metavar="TEXT", help="Remove all namespaces of servers that were configured with this salt.")
+@json_option
+@quiet_option
+def evict(roots: Sequence[str], until: str | None, prefixes: Sequence[str], salt: str | None, as_json: bool) -> None:
+    """Remove records, while servers may use the volume: what is gone is a miss to them."""
+    if not until and not prefixes and salt is None:
+        raise UsageError("nothing says what to evict", hint="give --until, --namespace or --salt")
+    if until and (prefixes or salt is not None):
+        raise UsageError("--until goes by use, and not together with --namespace or --salt")
+    if until:
+        room = _parse_room(until)
+        infos = [root_info(root, file) for root, file in read_roots(roots).items()]
+        sizes = [(info.file.capacity_bytes, info.usage.used_bytes) for info in infos]
+        surplus = sum(max(0, used + room(capacity) - capacity) for capacity, used in sizes)
+        with progress("evict", surplus, in_bytes=True) as advance:
+            done = evict_until(roots, room, advance=advance)
+    else:
+        done = _purge(roots, prefixes, salt)
+    if as_json:
+        print_json({"schema": "rewarm.volume.evict/1", "records": done.num_records, "bytes": done.num_bytes})
+    else:
+        click.echo(f"{done.num_records:,} records removed, {format_size(done.num_bytes)}")
+
+
+def _parse_room(text: str) -> Callable[[int], int]:
+    """Capacity of a root -> bytes to be free in it."""
+    if not text.endswith("%"):
+        num_bytes = parse_size(text)
+        return lambda _capacity: num_bytes
+    with suppress(ValueError):
+        share = float(text[:-1]) / 100
+        if 0 <= share <= 1:
+            return lambda capacity: int(capacity * share)
+    raise UsageError(f"{text!r} is no share of the volume", hint="write it like 10% or 20GiB")
+
+
+def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None) -> Evicted:
+    found = volume_info(roots).namespaces
+    chosen = choose(found, prefixes)
+    if salt is not None:
+        digest = hashlib.sha256(salt.encode()).hexdigest() if salt else ""
+        salted = [namespace for namespace in found if namespace.identity.get("salt") == digest]
+        if not salted:
+            raise UsageError("no namespace has this salt", hint="rewarm volume info DIR lists them")
+        chosen += [namespace for namespace in salted if namespace not in chosen]
+    with progress("evict", sum(namespace.num_records for namespace in chosen)) as advance:
+        return purge(roots, [namespace.id for namespace in chosen], advance=advance)
+
+
+@command.command("export")
+@_roots
+@click.option("--to", "target", required=True, metavar="FILE", help="A tar file that does not exist yet; - is stdout.")
+@click.option("--namespace", "prefixes", multiple=True, metavar="ID", help="Only this namespace; repeatable.")
+@json_option
+@quiet_option
+def export(roots: Sequence[str], target: str, prefixes: Sequence[str], as_json: bool) -> ExitCode:
+    """Write all whole records into one tar file. Exit code 5 when damaged ones were left out."""
+    if target == "-" and as_json:
+        raise UsageError("--json and the archive cannot both go to stdout")
+    found = volume_info(roots).namespaces
+    chosen = choose(found, prefixes) if prefixes else found
+    only = [namespace.id for namespace in chosen]
+    with progress("export", sum(namespace.num_records for namespace in chosen)) as advance:
+        if target == "-":
+            done = export_archive(roots, sys.stdout.buffer, only=only, advance=advance)
+        else:
+            done = _export_to_file(roots, target, only, advance)
+    if as_json:
+        print_json({"schema": "rewarm.volume.export/1", **dataclasses.asdict(done)})
+    else:
+        note(f"{done.num_records:,} records exported, {format_size(done.num_bytes)}; {done.num_left_out} left out")
+    return ExitCode.DAMAGE if done.num_left_out else ExitCode.DONE
+
+
+def _export_to_file(
+    roots: Sequence[str], target: str, only: Sequence[bytes], advance: Callable[[int], None]
+) -> Exported:
+    """Under another name until it is whole."""
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists", hint="name another file, or remove it")
+    partial = f"{target}.partial"
+    try:
+        with open(partial, "wb") as file:  # noqa: PTH123
+            done = export_archive(roots, file, only=only, advance=advance)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
+    return done
+
+
+@command.command("import")
+@_roots
+@click.option("--from", "source", required=True, metavar="FILE", help="An archive of rewarm volume export; - is stdin.")
+@json_option
+@quiet_option
+def import_(roots: Sequence[str], source: str, as_json: bool) -> None:
+    """Check the records of an archive and store them; started again, it goes on where it was.
+
+    Records that the volume has no room for make older ones go, as if a server stored them.
+    """
+    if source == "-":
+        _import(sys.stdin.buffer, roots, 0, as_json)
+        return
+    with open(source, "rb") as file:  # noqa: PTH123
+        _import(file, roots, os.fstat(file.fileno()).st_size, as_json)
+
+
+def _import(stream: BinaryIO, roots: Sequence[str], num_bytes: int, as_json: bool) -> None:
+    with progress("import", num_bytes, in_bytes=True) as advance:
+        done = import_archive(stream, roots, advance=advance)
+    if as_json:
+        print_json({"schema": "rewarm.volume.import/1", **dataclasses.asdict(done)})
+    else:
+        click.echo(
+            f"{done.num_records:,} records imported, {done.num_present:,} were there, "
+            f"{format_size(done.num_bytes)} checked"
+        )
