@@ -30,6 +30,7 @@ def describe(root: Path) -> dict[str, Any]:
         "device": device,
         "device_queue": _device_queue(device),
         "virtual_machine": _is_virtual(),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "python": platform.python_version(),
         "switch_interval_s": sys.getswitchinterval(),
         "rewarm": rewarm.__version__,

@@ -110,6 +110,7 @@ class _Run:
         floor = open_floor(
             self.directory, file_bytes=size, calibration_bytes=calibration_bytes, tool=self.plan.floor_tool
         )
+        stack.callback(floor.close)
         contest = Contest(floor=floor, ours=ours, peer=peers[0] if peers else None, witnesses=peers[1:], cold=self.cold)
         for shape in sorted({*self.plan.read_shapes, self.plan.gil_shape}, key=lambda shape: -shape.num_bytes):
             for side in contest.sides:

@@ -65,7 +65,7 @@ def test_a_floor_reads_and_writes_what_it_says(tmp_path: Path, monkeypatch: pyte
 
 def test_the_own_floor_reports_a_short_file(tmp_path: Path) -> None:
     _probe_direct(tmp_path)
-    floor = OwnFloor(tmp_path, "own", 4 * MIB)
+    floor = OwnFloor(tmp_path, "own", 2 * MIB)
     floor.setting_read = Setting(64 * KIB, 2)
     (tmp_path / "floor.dat").write_bytes(bytes(64 * KIB))
     with pytest.raises(StorageError, match="short read"):
