@@ -30,6 +30,7 @@ TEMPORARY_SUFFIX = ".tmp"
 DEAD_TEMPORARY_S = 60.0
 """A small file is written in milliseconds; a temporary this old has lost its process."""
 _MAX_JSON_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _MAX_NUMBER = (1 << 63) - 1
 _HEX_128 = re.compile(r"[0-9a-f]{32}")
 _HEX_256 = re.compile(r"[0-9a-f]{64}")
@@ -289,11 +290,13 @@ def read_small_file(path: str, limit: int = _MAX_JSON_BYTES) -> bytes:
     Raises:
         OSError: As open_regular() and read give it; EFBIG when it is longer.
     """
+    content = bytearray()
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-    return content
+        while piece := file.read(_READ_BYTES):  # memory for what is there, not for what would be allowed
+            content += piece
+            if len(content) > limit:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+    return bytes(content)
 
 
 def _read_json(path: str, kind: str, *, missing: str) -> dict[str, Any]:
