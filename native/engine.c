@@ -273,7 +273,7 @@ int rw_engine_open(const rw_config *config, rw_engine **engine)
         return -ENOMEM;
     e->pid = getpid();
     e->kind = config->kind;
-    e->base_workers = config->num_workers ? config->num_workers : default_workers();
+    e->base_workers = config->num_workers ? config->num_workers : default_workers(config->kind);
     e->watch_until_ns = NO_DEADLINE;
     pthread_mutex_init(&e->lock, NULL);
     pthread_cond_t *conditions[] = {&e->work, &e->watch, &e->quiet, &e->hold_changed};
