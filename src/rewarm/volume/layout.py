@@ -72,6 +72,16 @@ class NamespaceFile:
         """Length of each record file."""
         return record_bytes(self.payload_bytes)
 
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        return {
+            "format": "rewarm.namespace",
+            "version": FORMAT_VERSION,
+            "id": self.id.hex(),
+            "payload_bytes": self.payload_bytes,
+            "identity": dict(self.identity),
+        }
+
 
 class RootPaths:
     """The names in one root."""
@@ -210,14 +220,7 @@ def write_namespace_file(root: str, namespace: NamespaceFile) -> None:
     with suppress(FileExistsError):
         os.mkdir(directory, DIR_MODE)
         sync_directory(root)
-    document = {
-        "format": "rewarm.namespace",
-        "version": FORMAT_VERSION,
-        "id": namespace.id.hex(),
-        "payload_bytes": namespace.payload_bytes,
-        "identity": dict(namespace.identity),
-    }
-    replace_file(os.path.join(directory, NAMESPACE_FILE), to_text(document), durable=True)
+    replace_file(os.path.join(directory, NAMESPACE_FILE), to_text(namespace.to_json()), durable=True)
 
 
 def to_text(document: Mapping[str, Any]) -> bytes:
@@ -310,8 +313,9 @@ def _read_json(path: str, kind: str, *, missing: str) -> dict[str, Any]:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DamageError(f"{path} is not JSON", hint=_DAMAGED_VOLUME_HINT) from error
-    if not isinstance(document, dict) or document.get("format") != kind or type(document.get("version")) is not int:
+    version = document.get("version") if isinstance(document, dict) and document.get("format") == kind else None
+    if type(version) is not int or version < 1:
         raise DamageError(f"{path} is no {kind} file", hint=_DAMAGED_VOLUME_HINT)
-    if document["version"] > FORMAT_VERSION:
-        raise FormatVersionError(path, found=document["version"], known=FORMAT_VERSION)
-    return document
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(path, found=version, known=FORMAT_VERSION)
+    return dict(document)

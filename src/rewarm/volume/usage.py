@@ -137,4 +137,6 @@ def _parse(content: bytes) -> Usage:
     numbers = content[_LAYOUT.size :]
     if magic != _MAGIC or crc32c(numbers) != checksum:
         return Usage(is_known=False)
-    return Usage(*_NUMBERS.unpack(numbers))
+    usage = Usage(*_NUMBERS.unpack(numbers))
+    usage.is_known = max(_NUMBERS.unpack(numbers)) < _MAX_U64 // 2  # more no volume ever counted
+    return usage

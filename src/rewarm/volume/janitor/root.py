@@ -50,8 +50,9 @@ _MAX_NAMESPACES = 1 << 16
 _MAX_ORDER_BYTES = 4 * GIB
 _MAX_PAUSE_S = 60.0
 _UNLINK_BATCH = 64
-_ORDER_ENTRY = struct.Struct("<B7x32s32s")
-_ORDER_MAGIC = b"RWO1"
+ORDER_ENTRY = struct.Struct("<B7x32s32s")
+"""State, namespace id, key."""
+ORDER_MAGIC = b"RWO1"
 
 
 class RootJanitor:
@@ -323,10 +324,10 @@ class RootJanitor:
         if not self._changed:
             return
         body = b"".join(
-            _ORDER_ENTRY.pack(state, self._namespaces[int.from_bytes(name[:2], "little")].id, name[2:])
+            ORDER_ENTRY.pack(state, self._namespaces[int.from_bytes(name[:2], "little")].id, name[2:])
             for name, state in self._order.dump()
         )
-        replace_file(self._paths.order, _ORDER_MAGIC + crc32c(body).to_bytes(4, "little") + body)
+        replace_file(self._paths.order, ORDER_MAGIC + crc32c(body).to_bytes(4, "little") + body)
         self._changed = False
 
     def _load_order(self) -> dict[bytes, int]:
@@ -339,12 +340,12 @@ class RootJanitor:
                 raise
             content = b""
         body = content[8:]
-        whole = content[:4] == _ORDER_MAGIC and len(body) % _ORDER_ENTRY.size == 0
+        whole = content[:4] == ORDER_MAGIC and len(body) % ORDER_ENTRY.size == 0
         if not whole or crc32c(body) != int.from_bytes(content[4:8], "little"):
             _log.warning("%s is damaged: records are evicted in another order than they were used", self._paths.order)
             return {}
         return {
             self._numbers[namespace_id] + key: state
-            for state, namespace_id, key in _ORDER_ENTRY.iter_unpack(body)
+            for state, namespace_id, key in ORDER_ENTRY.iter_unpack(body)
             if namespace_id in self._numbers
         }
