@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -132,3 +133,14 @@ def tree(root: str) -> dict[str, tuple[str, bytes]]:
         else:
             found[name] = ("directory" if path.is_dir() else "other", b"")
     return found
+
+
+def mounted(place: Path, options: str) -> Callable[[], None] | None:
+    """Mount a small tmpfs; returns how to unmount it, None where this user or container may not mount."""
+    place.mkdir(exist_ok=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if made.returncode:
+        return None
+    return lambda: subprocess.run(["umount", "-l", str(place)], check=False) and None

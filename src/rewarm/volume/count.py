@@ -56,12 +56,9 @@ def count_namespace(paths: RootPaths, namespace_id: bytes) -> tuple[int, int]:
     return count, count * record_bytes
 
 
-def count_root(paths: RootPaths) -> int:
-    """Bytes of all record files, of quarantined ones, and of those that live processes are writing."""
-    # What is being written comes first: a record that gets its name meanwhile is counted twice, never not at all.
-    total = sum(map(inflight_bytes, session_directories(paths)))
-    total += sum(count_namespace(paths, namespace_id)[1] for namespace_id in namespace_ids(paths.root))
-    return total + quarantined_bytes(paths)
+def written_now(paths: RootPaths) -> int:
+    """Bytes that live processes have reserved on a root and not yet in place."""
+    return sum(map(inflight_bytes, session_directories(paths)))
 
 
 def quarantined_bytes(paths: RootPaths) -> int:
@@ -74,14 +71,23 @@ def quarantined_bytes(paths: RootPaths) -> int:
     return total
 
 
-def recount(paths: RootPaths, usage: UsageFile) -> int:
-    """Count anew and write it down; returns the bytes. What is reserved meanwhile counts on top, on the safe side."""
+def recount(paths: RootPaths, usage: UsageFile) -> bool:
+    """Count a root's records and what else it holds, and write it down.
+
+    What is reserved meanwhile counts on top, and what is written meanwhile may count twice: never too little.
+
+    Returns:
+        Whether nobody was writing, so that the number is exact.
+    """
     before = usage.read()
-    counted = count_root(paths)
+    # What is being written comes first: a record that gets its name meanwhile is counted twice, never not at all.
+    inflight = counted = written_now(paths)
+    counted += sum(count_namespace(paths, namespace_id)[1] for namespace_id in namespace_ids(paths.root))
+    counted += quarantined_bytes(paths)
     with usage.update() as now:
         grown = max(0, now.reserved_bytes - before.reserved_bytes) if before.is_known and now.is_known else 0
         now.used_bytes = counted + grown
         if not now.is_known:
             now.pressure_bytes = now.reserved_bytes = now.evicted_records = now.evicted_bytes = 0
         now.is_known = True
-        return now.used_bytes
+    return not inflight and not grown

@@ -18,6 +18,7 @@ from rewarm.volume.usage import Usage, new_usage_file
 MIN_CAPACITY_BYTES = MIB
 _RESERVE_BYTES = 16 * MIB
 """Of a file system, beyond the records: directories, logs, the order of eviction."""
+_ONE_EACH = "name one directory on each device"
 _ALLOWED_BESIDE = {"lost+found"}
 
 
@@ -49,9 +50,9 @@ def create_volume(roots: Sequence[str], *, capacity_bytes: int) -> VolumeIdentit
     """
     paths = [os.path.realpath(root) for root in roots]
     if not paths:
-        raise UsageError("a volume needs at least one directory")
+        raise UsageError("a volume needs at least one directory", hint=_ONE_EACH)
     if len(set(paths)) != len(paths):
-        raise UsageError("the same directory is named twice")
+        raise UsageError("the same directory is named twice", hint=_ONE_EACH)
     if capacity_bytes < MIN_CAPACITY_BYTES * len(paths):
         raise UsageError(
             f"a volume of {format_size(capacity_bytes)} is too small",
@@ -109,8 +110,8 @@ def _make_root(path: str, root: RootFile, undo: list[tuple[str, str]]) -> None:
     for directory in (paths.state, paths.sessions, paths.quarantine):
         os.mkdir(directory, DIR_MODE)
         undo.append(("rmdir", directory))
-    undo.append(("unlink", paths.usage))
     new_usage_file(paths.usage, Usage())
+    undo.append(("unlink", paths.usage))
     # Last, so that a directory with this file in it is a whole root; exclusive, so that one of two creators fails.
     write_new(paths.volume_file, to_text(root.to_json()), durable=True)
     undo.append(("unlink", paths.volume_file))

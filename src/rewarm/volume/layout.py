@@ -175,9 +175,9 @@ def read_roots(roots: Sequence[str]) -> dict[str, RootFile]:
     """
     paths = [os.path.realpath(root) for root in roots]
     if not paths:
-        raise UsageError("no directory of the volume was named")
+        raise UsageError("no directory of the volume was named", hint="name all its roots")
     if len(set(paths)) != len(paths):
-        raise UsageError("the same directory is named twice")
+        raise UsageError("the same directory is named twice", hint="name each root of the volume once")
     files = {path: read_root_file(path) for path in paths}
     for path, file in files.items():
         if file.volume_id != files[paths[0]].volume_id:
@@ -253,7 +253,7 @@ def remove_dead_temporaries(directory: str, now_s: float) -> None:
 
 
 def write_new(path: str, content: bytes, *, durable: bool) -> None:
-    """Write a file that must not exist yet."""
+    """Write a file that must not exist yet; it does not exist after an error either."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         view = memoryview(content)
@@ -261,6 +261,9 @@ def write_new(path: str, content: bytes, *, durable: bool) -> None:
             view = view[os.write(descriptor, view) :]
         if durable:
             os.fsync(descriptor)
+    except BaseException:
+        os.unlink(path)
+        raise
     finally:
         os.close(descriptor)
 

@@ -43,6 +43,8 @@ SYNC_S = 300.0
 SYNC_BYTES = 8 * GIB
 """Stored since the last sync, that bring the next one forward: it bounds what is checked after an unclean stop."""
 RECOUNT_S = 900.0
+RECOUNT_SOON_S = 5.0
+"""After a count while somebody wrote, which may be too high; at least 50 times as long as counting takes."""
 MAX_HEADROOM_BYTES = 256 * MIB
 """Kept free, so that a burst of stores need not wait: 2 % of the capacity, at most this."""
 MAX_QUARANTINED = 8
@@ -69,7 +71,7 @@ class RootJanitor:
         self._readers: dict[str, SessionReader] = {}
         self._next_look = self._next_sync = self._next_recount = 0.0
         self._synced_bytes = 0
-        self._is_ready = False
+        self._is_ready = self._is_exact = False
         self._changed = False
 
     def run(self, stop: Callable[[float], bool]) -> None:
@@ -128,11 +130,10 @@ class RootJanitor:
         self._remove_temporaries()
         self._look_for_namespaces()
         self._order.restore(self._load_order(), self._present())
-        recount(self._paths, self._usage)
+        self._recount()
         self._synced_bytes = self._usage.read().reserved_bytes
         self._is_ready = True
-        now = time.monotonic()
-        self._next_sync, self._next_recount = now + SYNC_S, now + RECOUNT_S
+        self._next_sync = time.monotonic() + SYNC_S
 
     def step(self) -> None:
         """One round; cheap where nothing is to do."""
@@ -148,11 +149,16 @@ class RootJanitor:
         if needed:
             self.evict(needed)
         if now >= self._next_recount:
-            recount(self._paths, self._usage)
-            self._next_recount = now + RECOUNT_S
+            self._recount()
         if now >= self._next_sync or usage.reserved_bytes - self._synced_bytes >= SYNC_BYTES:
             self._sync()
             self._next_sync, self._synced_bytes = now + SYNC_S, usage.reserved_bytes
+
+    def _recount(self) -> None:
+        started = time.monotonic()
+        self._is_exact = recount(self._paths, self._usage)
+        now = time.monotonic()
+        self._next_recount = now + (RECOUNT_S if self._is_exact else max(RECOUNT_SOON_S, 50 * (now - started)))
 
     def evict(self, num_bytes: int) -> int:
         """Remove records until this many bytes are free that were not; returns how many are."""
@@ -163,7 +169,7 @@ class RootJanitor:
             if not len(self._order):
                 # The budget says that there is more: records that no log told of, or room that killed writers had.
                 self._order.restore({}, self._present())
-                recount(self._paths, self._usage)
+                self._recount()
                 if not batch_bytes:
                     with self._usage.update() as usage:
                         usage.pressure_bytes = 0
@@ -227,7 +233,7 @@ class RootJanitor:
     def _needed_bytes(self, usage: Usage) -> int:
         """Bytes to evict now: 0, or enough for the headroom to be whole again."""
         if not usage.is_known:
-            recount(self._paths, self._usage)
+            self._recount()
             return 0
         headroom = min(self._capacity_bytes // 50, MAX_HEADROOM_BYTES)
         headroom = max(headroom, 2 * max((namespace.record_bytes for namespace in self._namespaces), default=0))
@@ -317,6 +323,8 @@ class RootJanitor:
         with suppress(OSError, RewarmError):
             if self._is_ready and file_identity(self._paths.volume_file) == self._identity:
                 self._fold_sessions()
+                if not self._is_exact or not self._next_recount:
+                    self._recount()
                 self._sync()
         self._usage.close()
 
