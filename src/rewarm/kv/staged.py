@@ -173,25 +173,31 @@ class StagedWorker(RankWorker):
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
         assert self._memory is not None
         deadline = time.monotonic() + STORE_WAIT_S
-        current = torch.accelerator.current_stream(self._setup.planes.device)
         put_off: list[bytes] = []
-        block_ids = self._ids_on_device([order.block_ids for order in orders])
-        for number, (order, ids) in enumerate(zip(orders, block_ids, strict=True)):
-            address = self._take_slot(self._buffer, deadline)
-            if not address:
-                put_off.append(order.chunk)
-                continue
-            lane = self._store_lanes[number % NUM_LANES]
-            if lane.copied is not None:
-                current.wait_event(lane.copied)
-            for words, part in zip(self._words, lane.parts, strict=True):
-                torch.index_select(words, 0, ids, out=part)
-            lane.stream.wait_event(current.record_event())
-            with lane.stream:
-                self._memory.at(address, self._setup.payload_bytes).copy_(lane.staging, non_blocking=True)
-            lane.copied = lane.stream.record_event()
-            self._gathered.put((namespace, order.chunk, address, lane.copied))
+        with torch.inference_mode():
+            block_ids = self._ids_on_device([order.block_ids for order in orders])
+            for number, (order, ids) in enumerate(zip(orders, block_ids, strict=True)):
+                address = self._take_slot(self._buffer, deadline)
+                if address:
+                    copied = self._gather(self._store_lanes[number % NUM_LANES], ids, address)
+                    self._gathered.put((namespace, order.chunk, address, copied))
+                else:
+                    put_off.append(order.chunk)
         self._note_put_off(put_off)
+
+    def _gather(self, lane: _Lane, ids: torch.Tensor, address: int) -> torch.Event:
+        """Queue a chunk's way out of its blocks into pinned memory; after the event it is there."""
+        assert self._memory is not None
+        current = torch.accelerator.current_stream(self._setup.planes.device)
+        if lane.copied is not None:
+            current.wait_event(lane.copied)
+        for words, part in zip(self._words, lane.parts, strict=True):
+            torch.index_select(words, 0, ids, out=part)
+        lane.stream.wait_event(current.record_event())
+        with lane.stream:
+            self._memory.at(address, self._setup.payload_bytes).copy_(lane.staging, non_blocking=True)
+        lane.copied = lane.stream.record_event()
+        return lane.copied
 
     def _advance(self, wait_s: float) -> None:
         if wait_s > 0:

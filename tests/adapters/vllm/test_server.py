@@ -1,0 +1,179 @@
+"""A real vLLM on CPU keeps its KV cache on a volume: two servers at once, a restart, other settings, a failing root.
+
+Four server starts in all, shared by the tests in the order in which they stand here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import faultshim
+import pytest
+import vllm_server as vs
+from vllm_server import CHUNK_TOKENS, Answer, Server, count_records, needs_vllm, prompt_of, wait_until
+
+from rewarm.testing.tiny_model import ensure_tiny_model
+
+pytestmark = [pytest.mark.server, needs_vllm]
+
+PROMPT_TOKENS = 2048
+NUM_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
+STORED = [prompt_of(number, PROMPT_TOKENS) for number in range(2)]
+"""Computed and stored by the first server."""
+FRESH = [prompt_of(number, PROMPT_TOKENS) for number in range(10, 14)]
+"""Asked of the first server under a salt only, so that no other finds their KV."""
+
+
+class Story:
+    """What the servers of this file share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = ensure_tiny_model(folder / "model")
+        self.root = folder / "root"
+        self.root.mkdir(mode=0o700)
+        self.transfer = vs.transfer_config(self.root)
+        self.answers: dict[int, Answer] = {}
+        """Number of the prompt -> what a run without a cache said."""
+
+    def server(self, name: str, *flags: str, **environment: str) -> Server:
+        return Server(self.model, self.folder / f"{name}.log", *flags, transfer=self.transfer, environment=environment)
+
+    def check(self, server: Server, prompt: list[int]) -> Answer:
+        """Ask, and compare every token with the run that had no cache."""
+        answer = server.ask(prompt)
+        assert answer.tokens == self.answers[prompts().index(prompt)].tokens
+        return answer
+
+
+def prompts() -> list[list[int]]:
+    return [*STORED, *FRESH]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return Story(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def pair(story: Story) -> Iterator[tuple[Server, Server]]:
+    """Two servers on one volume; the first has computed and stored before the second is up."""
+    with ExitStack() as stack:
+        first = stack.enter_context(story.server("first"))
+        for number, prompt in enumerate(STORED):
+            story.answers[number] = first.ask(prompt)
+        for number, prompt in enumerate(FRESH, start=len(STORED)):
+            story.answers[number] = first.ask(prompt, salt="kept apart")
+        assert first.metric("rewarm_kv_hit_tokens_total") == 0
+        first.wait_for_records(story.root, len(prompts()) * NUM_CHUNKS)
+        yield first, stack.enter_context(story.server("second"))
+
+
+def hit_tokens(server: Server) -> float:
+    return server.metric("rewarm_kv_hit_tokens_total")
+
+
+def check_command(server: Server) -> tuple[int, dict[str, object]]:
+    command = [sys.executable, "-m", "rewarm.cli.main", "vllm", "check", f"http://127.0.0.1:{server.port}", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_second_server_hits_what_the_first_stored(story: Story, pair: tuple[Server, Server]) -> None:
+    first, second = pair
+    assert check_command(second)[0] == 1
+    for prompt in STORED:
+        story.check(second, prompt)
+    assert hit_tokens(second) == len(STORED) * PROMPT_TOKENS
+    code, said = check_command(second)
+    assert code == 0
+    assert said["loads"] == {"hit": len(STORED) * NUM_CHUNKS}
+    # And the other way round: what the second computes, the first finds.
+    before = count_records(story.root)
+    story.check(second, FRESH[0])
+    second.wait_for_records(story.root, before + NUM_CHUNKS)
+    first.reset_prefix_cache()
+    story.check(first, FRESH[0])
+    assert hit_tokens(first) == PROMPT_TOKENS
+
+
+def test_a_damaged_record_is_computed_again(story: Story, pair: tuple[Server, Server]) -> None:
+    _, second = pair
+    newest = max(  # of FRESH[0], by the test above
+        story.root.glob("*/??/*.rec"), key=lambda path: path.stat().st_ctime_ns
+    )
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    second.reset_prefix_cache()
+    for prompt in (*STORED, FRESH[0]):
+        story.check(second, prompt)
+    assert second.metric("rewarm_kv_loads_total", outcome="damaged") == 1
+
+
+def test_a_prefix_is_loaded_and_the_rest_computed(story: Story, pair: tuple[Server, Server]) -> None:
+    _, second = pair
+    before = hit_tokens(second)
+    half = PROMPT_TOKENS // 2
+    mixed = STORED[0][:half] + FRESH[3][half:]
+    second.reset_prefix_cache()
+    loaded = second.ask(mixed)
+    assert hit_tokens(second) - before == half
+    second.reset_prefix_cache()
+    assert second.ask(mixed, salt="computed").tokens == loaded.tokens
+
+
+def test_other_settings_share_the_directory_without_a_hit(story: Story, pair: tuple[Server, Server]) -> None:
+    for server in pair:
+        server.stop()
+        assert server.process.returncode == 0
+    scaling = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
+    before = count_records(story.root)
+    with story.server("stretched", "--hf-overrides", json.dumps(scaling)) as server:
+        stretched = server.ask(STORED[0])
+        assert hit_tokens(server) == 0
+        server.wait_for_records(story.root, before + NUM_CHUNKS)
+        server.reset_prefix_cache()
+        assert server.ask(STORED[0]).tokens == stretched.tokens
+        assert hit_tokens(server) == PROMPT_TOKENS
+    namespaces = [path.read_text() for path in story.root.glob("*/namespace.json")]
+    assert sorted('"linear"' in text for text in namespaces) == [False, True]
+
+
+def test_a_restarted_server_recovers_and_outlives_its_root(story: Story, tmp_path: Path) -> None:
+    if not story.answers:
+        pytest.skip("the tests above, which fill the volume, were not run")
+    if reason := faultshim.missing():
+        pytest.skip(reason)
+    control = tmp_path / "shim"
+    shim = faultshim.Shim(control)
+    environment = faultshim.preload(faultshim.build(tmp_path), control, {}) | {"REWARM_KV_ENGINE": "pure"}
+    vs.drop_page_cache(story.root)
+    with story.server("restarted", **environment) as server:
+        cold = story.check(server, STORED[0])
+        assert hit_tokens(server) == PROMPT_TOKENS
+        print(f"TTFT computed {story.answers[0].ttft_s:.3f} s, from the volume {cold.ttft_s:.3f} s")
+
+        def ask_under(action: str, ops: faultshim.Op, error: int, fresh: list[int]) -> None:
+            shim.arm(faultshim.Action.FAIL, ops, str(story.root), times=0, error=error)
+            server.reset_prefix_cache()
+            for prompt in (STORED[1], fresh):
+                story.check(server, prompt)
+            assert shim.fired, f"{action}: no operation failed"
+            shim.disarm()
+
+        ask_under("full", faultshim.Op.STORE ^ faultshim.Op.OPEN, errno.ENOSPC, FRESH[1])
+        ask_under("read-only", faultshim.Op.CHANGE ^ faultshim.Op.OPEN, errno.EROFS, FRESH[2])
+        ask_under("I/O errors", faultshim.Op.ANY, errno.EIO, FRESH[3])
+        shutil.rmtree(story.root)
+        server.reset_prefix_cache()
+        for prompt in prompts():
+            story.check(server, prompt)
+        wait_until(lambda: server.metric("rewarm_io_errors_total") > 0, "I/O errors in the metrics")

@@ -1,0 +1,153 @@
+"""Presence of chunks over all shards, probes, and what is worth storing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rewarm.kv.chunks import StepReport
+from rewarm.kv.directory import COOL_S, PROBE_LIMIT_S, ChunkDirectory, Shard
+from rewarm.volume import Outcome
+
+CHUNKS = [bytes([number]) * 32 for number in range(6)]
+
+
+class Probe:
+    def __init__(self, on_disk: set[bytes], known: set[bytes], keys: Sequence[bytes]) -> None:
+        self.is_done = False
+        self._end = lambda: known.update(on_disk & set(keys))
+
+    def finish(self) -> None:
+        self._end()
+        self.is_done = True
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.is_done
+
+
+class Namespace:
+    """A namespace whose file system answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.known: set[bytes] = set()
+        self.on_disk: set[bytes] = set()
+        self.probes: list[Probe] = []
+        self.touched: list[bytes] = []
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.known
+
+    def probe(self, keys: Sequence[bytes]) -> Probe:
+        self.probes.append(Probe(self.on_disk, self.known, keys))
+        return self.probes[-1]
+
+    def note_present(self, keys: Sequence[bytes]) -> None:
+        self.known.update(keys)
+
+    def note_absent(self, keys: Sequence[bytes]) -> None:
+        self.known.difference_update(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.touched += keys
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(num_ranks: int = 1, store: str = "always") -> tuple[ChunkDirectory, list[Shard], list[Namespace], Clock]:
+    namespaces = [Namespace() for _ in range(num_ranks)]
+    shards = [Shard(namespace, rank) for rank, namespace in enumerate(namespaces)]
+    clock = Clock()
+    return ChunkDirectory(shards, store=store, clock=clock), shards, namespaces, clock
+
+
+def test_a_chunk_is_present_when_every_ranks_record_is() -> None:
+    directory, shards, namespaces, _ = make(num_ranks=2)
+    for chunk in CHUNKS[:3]:
+        namespaces[0].known.add(shards[0].key(chunk))
+    for chunk in CHUNKS[:2]:
+        namespaces[1].known.add(shards[1].key(chunk))
+    assert directory.count_present(CHUNKS, 0) == 2
+    assert directory.look_up(CHUNKS[:2], 0).end() == 2
+
+
+def test_a_lookup_waits_for_its_probe_and_remembers_the_answer() -> None:
+    directory, shards, (namespace,), _ = make()
+    namespace.on_disk.update(shards[0].key(chunk) for chunk in CHUNKS[:4])
+    lookup = directory.look_up(CHUNKS, 0)
+    assert lookup.end() is None
+    assert lookup.end() is None
+    assert len(namespace.probes) == 1
+    namespace.probes[0].finish()
+    assert lookup.end() == 4
+    namespace.known.clear()
+    assert lookup.end() == 4
+
+
+def test_a_slow_probe_is_given_up_and_what_is_known_counts() -> None:
+    directory, shards, (namespace,), clock = make()
+    namespace.known.add(shards[0].key(CHUNKS[0]))
+    lookup = directory.look_up(CHUNKS, 0)
+    assert lookup.end() is None
+    clock.now += PROBE_LIMIT_S + 0.01
+    assert lookup.end() == 1
+
+
+def test_a_chunk_that_failed_to_load_is_absent_until_it_is_stored_again_or_time_has_passed() -> None:
+    directory, shards, (namespace,), clock = make()
+    keys = [shards[0].key(chunk) for chunk in CHUNKS]
+    namespace.known.update(keys)
+    namespace.on_disk.update(keys)
+    directory.take(StepReport(failed={CHUNKS[1]: Outcome.IO_ERROR, CHUNKS[2]: Outcome.DAMAGED}))
+    assert directory.count_present(CHUNKS, 0) == 1
+    assert keys[1] in namespace.known, "an I/O error says nothing of the record"
+    assert keys[2] not in namespace.known
+    assert directory.wants_store(CHUNKS[1])
+    directory.take(StepReport(stored={CHUNKS[1]: 1}))
+    assert directory.count_present(CHUNKS, 0) == 2
+    clock.now += COOL_S + 1
+    directory.look_up(CHUNKS, 2).end()
+    namespace.probes[-1].finish()
+    assert directory.count_present(CHUNKS, 0) == len(CHUNKS)
+
+
+def test_a_chunk_is_stored_once_and_again_after_it_was_given_up() -> None:
+    directory, _, _, _ = make(num_ranks=2)
+    chunk = CHUNKS[0]
+    assert directory.wants_store(chunk)
+    assert not directory.wants_store(chunk)
+    directory.take(StepReport(stored={chunk: 1}))
+    assert not directory.wants_store(chunk)
+    directory.take(StepReport(dropped={chunk: 1}))
+    assert directory.wants_store(chunk)
+    directory.take(StepReport(stored={chunk: 2}))
+    assert directory.is_present(chunk)
+    assert not directory.wants_store(chunk)
+
+
+def test_a_late_report_of_a_store_that_was_given_up_changes_nothing() -> None:
+    directory, _, _, _ = make(num_ranks=2)
+    assert directory.wants_store(CHUNKS[0])
+    directory.take(StepReport(put_off={CHUNKS[0]: 1}))
+    directory.take(StepReport(stored={CHUNKS[0]: 1}))
+    assert directory.wants_store(CHUNKS[0])
+
+
+def test_on_reuse_stores_what_is_computed_a_second_time() -> None:
+    directory, _, _, _ = make(store="on_reuse")
+    assert not directory.wants_store(CHUNKS[0])
+    assert directory.wants_store(CHUNKS[0])
+
+
+def test_touch_reaches_every_shard() -> None:
+    directory, shards, namespaces, _ = make(num_ranks=2)
+    directory.touch(CHUNKS[:2])
+    for shard, namespace in zip(shards, namespaces, strict=True):
+        assert namespace.touched == [shard.key(chunk) for chunk in CHUNKS[:2]]
