@@ -70,6 +70,7 @@ static void *worker_main(void *argument)
 {
     worker *w = argument;
     rw_engine *e = w->engine;
+    pthread_setname_np(pthread_self(), "rewarm-io");
     (e->kind == RW_URING ? uring_run : threads_run)(w);
     pthread_mutex_lock(&e->lock);
     *(w->previous ? &w->previous->next : &e->workers) = w->next;
@@ -173,6 +174,7 @@ static void replace_stuck(rw_engine *e, int64_t now)
 static void *watcher_main(void *argument)
 {
     rw_engine *e = argument;
+    pthread_setname_np(pthread_self(), "rewarm-watch");
     pthread_mutex_lock(&e->lock);
     while (!e->is_closed) {
         const int64_t now = now_ns();

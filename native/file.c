@@ -15,7 +15,8 @@
 #define DIRECTORY_MODE 0700
 #define MKDIR_TRIES 3
 
-/* O_DIRECT where the file system takes it, the page cache where it says EINVAL. */
+/* O_DIRECT where the file system takes it, the page cache where it says EINVAL. O_NOATIME (a first read would write its
+ * inode) where the file is ours. */
 int open_file(const char *path, int flags, int direct, int *fd)
 {
     flags |= O_CLOEXEC;
@@ -24,6 +25,8 @@ int open_file(const char *path, int flags, int direct, int *fd)
     while (*fd < 0 && errno == EINTR);
     if (*fd < 0 && direct && errno == EINVAL)
         return open_file(path, flags & ~O_EXCL, 0, fd); /* Linux makes a file before it refuses O_DIRECT */
+    if (*fd < 0 && (flags & O_NOATIME) && errno == EPERM)
+        return open_file(path, flags & ~O_NOATIME, direct, fd);
     return *fd < 0 ? errno : 0;
 }
 

@@ -47,7 +47,7 @@ int unit_open(const unit *u)
 {
     transfer *t = u->transfer;
     /* A planted symlink or FIFO is refused, not followed or waited for. */
-    const int flags = t->kind == RW_READ_RECORD ? O_RDONLY | O_NOFOLLOW | O_NONBLOCK
+    const int flags = t->kind == RW_READ_RECORD ? O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOATIME
                                                 : (t->kind == RW_READ ? O_RDONLY : O_WRONLY);
     const int direct = t->kind == RW_READ_RECORD || (t->offset | t->length | t->address) % RW_PAGE_BYTES == 0;
     return open_file(t->path, flags, direct, &t->fd);

@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <linux/io_uring.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -32,7 +33,9 @@ typedef struct ring {
     struct io_uring_sqe *entries;
     uint32_t *tail, *array, *done_head, *done_tail;
     struct io_uring_cqe *done;
-    uint32_t mask, done_mask, num_busy;
+    uint32_t mask, done_mask;
+    uint32_t num_busy;   /* flights that have not landed */
+    uint32_t num_queued; /* of them, those that the kernel was not told of yet */
     uint8_t *pages;
     flight flights[DEPTH];
 } ring;
@@ -118,17 +121,8 @@ static ring *ring_open(void)
     return r;
 }
 
-static int ring_enter(const ring *r, uint32_t num_submit, uint32_t num_wait)
-{
-    long found;
-    do
-        found = syscall(SYS_io_uring_enter, r->fd, num_submit, num_wait, num_wait ? IORING_ENTER_GETEVENTS : 0, NULL, 0);
-    while (found < 0 && errno == EINTR);
-    return found < 0 ? -errno : (int)found;
-}
-
-/* Hands one flight to the kernel at once: the next unit's file may take its time to open. */
-static int submit(ring *r, flight *f)
+/* Queues one flight; the kernel is told by the next ring_go(). */
+static void submit(ring *r, const flight *f)
 {
     const transfer *t = f->unit.transfer;
     const uint32_t tail = *r->tail, slot = tail & r->mask;
@@ -142,11 +136,21 @@ static int submit(ring *r, flight *f)
     entry->user_data = (uint64_t)(f - r->flights);
     r->array[slot] = slot;
     __atomic_store_n(r->tail, tail + 1, __ATOMIC_RELEASE);
-    const int found = ring_enter(r, 1, 0);
-    if (found == 1)
-        return 0;
-    __atomic_store_n(r->tail, tail, __ATOMIC_RELEASE); /* not taken */
-    return -1;
+    r->num_queued++;
+}
+
+/* Tells the kernel of what is queued, and waits until one flight at least is back. */
+static void ring_go(ring *r)
+{
+    while (r->num_busy) {
+        const long taken = syscall(SYS_io_uring_enter, r->fd, r->num_queued, 1, IORING_ENTER_GETEVENTS, NULL, 0);
+        if (taken > 0)
+            r->num_queued -= (uint32_t)taken;
+        if ((taken >= 0 && !r->num_queued) || *r->done_head != __atomic_load_n(r->done_tail, __ATOMIC_ACQUIRE))
+            return;
+        if (taken < 0 && errno != EINTR)
+            sched_yield(); /* EAGAIN, EBUSY: the kernel is short of memory for now */
+    }
 }
 
 static void land(worker *w, ring *r, flight *f, int error)
@@ -159,26 +163,22 @@ static void land(worker *w, ring *r, flight *f, int error)
     worker_end(w, &u, error);
 }
 
-/* What the ring does not take, and what it will not do without blocking, is done here and now. */
-static void land_blocking(worker *w, ring *r, flight *f)
-{
-    const transfer *t = f->unit.transfer;
-    land(w, r, f, move_span(t->fd, &f->span, t->kind == RW_WRITE));
-}
-
 static void go_on(worker *w, ring *r, flight *f, int32_t moved)
 {
-    const int next = moved == -EAGAIN ? -EAGAIN : span_next(&f->span, f->unit.transfer->fd, moved);
+    const transfer *t = f->unit.transfer;
+    const int next = moved == -EAGAIN ? -EAGAIN : span_next(&f->span, t->fd, moved);
     if (next != -EAGAIN)
         land(w, r, f, -next);
-    else if (moved == -EAGAIN || submit(r, f))
-        land_blocking(w, r, f);
+    else if (moved == -EAGAIN) /* not without blocking: then so */
+        land(w, r, f, move_span(t->fd, &f->span, t->kind == RW_WRITE));
+    else
+        submit(r, f);
 }
 
 /* Waits for one flight at least, and ends what has landed. */
 static void reap(worker *w, ring *r)
 {
-    ring_enter(r, 0, 1);
+    ring_go(r);
     uint32_t head = *r->done_head;
     while (head != __atomic_load_n(r->done_tail, __ATOMIC_ACQUIRE)) {
         const struct io_uring_cqe done = r->done[head & r->done_mask];
@@ -216,8 +216,7 @@ static void begin(worker *w, ring *r, const unit *u)
     f->is_busy = 1;
     r->num_busy++;
     unit_span(u, f->page, &f->span);
-    if (submit(r, f))
-        land_blocking(w, r, f);
+    submit(r, f);
 }
 
 void uring_run(worker *w)
