@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+KV_SUFFIXES = (".rec", ".bin")
+"""Of Rewarm's records and of the files of vLLM's tier; locks and logs beside them hold none."""
+
 _CACHESTAT = 451
 """Number of the system call, the same on every architecture that has it."""
 _DROP = Path("/proc/sys/vm/drop_caches")
@@ -35,7 +38,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 def drop_page_cache(folder: Path) -> dict[str, Any]:
-    """Drop the pages of every file under a folder.
+    """Drop the pages of every file with KV under a folder.
 
     Returns:
         How it was done and what is left: method, files, bytes, resident_pages.
@@ -57,7 +60,7 @@ def drop_page_cache(folder: Path) -> dict[str, Any]:
 
 
 def resident_pages(folder: Path) -> tuple[int, str]:
-    """Pages of the files under a folder that are in memory, and which call counted them."""
+    """Pages of the files with KV under a folder that are in memory, and which call counted them."""
     total, counted_by = 0, "cachestat"
     for path in _files(folder):
         with path.open("rb") as file:
@@ -69,11 +72,12 @@ def resident_pages(folder: Path) -> tuple[int, str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files that hold something; one that goes away meanwhile is left out."""
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            if path.is_file() and path.stat().st_size:
-                yield path
+    """Files with KV in them; one that goes away meanwhile is left out."""
+    for suffix in KV_SUFFIXES:
+        for path in folder.rglob(f"*{suffix}"):
+            with suppress(FileNotFoundError):
+                if path.is_file() and path.stat().st_size:
+                    yield path
 
 
 def _cachestat(file: int) -> int | None:

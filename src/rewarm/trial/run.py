@@ -189,8 +189,7 @@ class _Runner:
 
     def stop_all(self) -> None:
         """End every server that is still there."""
-        for name in list(self._servers):
-            self._log.add("server_stopped", **self._servers.pop(name).stop())
+        self._stop(Step("stop", tuple(self._servers)))
 
     def _start(self, step: Step) -> None:
         folder = self._out / "logs"
@@ -283,6 +282,8 @@ class _Runner:
         self._log.add("drained", server=name, files=files, bytes=num_bytes, tokens=tokens, wait_s=wait_s)
 
     def _stop(self, step: Step) -> None:
+        for name in step.servers:
+            self._servers[name].begin_stop()
         for name in step.servers:
             self._log.add("server_stopped", **self._servers.pop(name).stop())
 

@@ -52,6 +52,8 @@ class Server:
         self.client = Client(f"http://127.0.0.1:{self.port}", self.model_name)
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self.start_s = 0.0
+        self._stop_begin_s = 0.0
+        self._shared: list[Path] = []
         self._begin_s = time.monotonic()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -132,16 +134,22 @@ class Server:
                 known = True
         return total if known else None
 
+    def begin_stop(self) -> None:
+        """Ask it to end, so that several end at once."""
+        if not self._stop_begin_s:
+            self._look_around()
+            self._shared = self._shared_memory_files()
+            self._stop_begin_s = time.monotonic()
+            if self._process.poll() is None:
+                self._process.terminate()
+
     def stop(self) -> dict[str, Any]:
         """End it, its children too, and remove what it left.
 
         Returns:
             Fields of the event ``server_stopped``.
         """
-        self._look_around()
-        shared = self._shared_memory_files()
-        begin_s = time.monotonic()
-        self._signal(signal.SIGTERM)
+        self.begin_stop()
         _, alive = psutil.wait_procs(self._family, timeout=STOP_S)
         killed = [process.pid for process in alive]
         for process in alive:
@@ -149,22 +157,18 @@ class Server:
                 process.kill()
         psutil.wait_procs(alive, timeout=10)
         code = self._process.wait(timeout=10)
-        left = [path for path in shared if path.exists()]
+        left = [path for path in self._shared if path.exists()]
         for path in left:
             path.unlink(missing_ok=True)
         return {
             "server": self.name,
             "pid": self.pid,
             "exit_code": code,
-            "stop_s": round(time.monotonic() - begin_s, 3),
+            "stop_s": round(time.monotonic() - self._stop_begin_s, 3),
             "killed": killed,
             "port_is_free": self._port_is_free(),
             "left_in_shm": [str(path) for path in left],
         }
-
-    def _signal(self, number: int) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
 
     def _shared_memory_files(self) -> list[Path]:
         """Files in /dev/shm that its processes have mapped."""

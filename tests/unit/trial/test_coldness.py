@@ -12,9 +12,9 @@ from rewarm.trial.coldness import drop_page_cache, resident_pages
 def folder(tmp_path: Path) -> Path:
     """On a disk where there is one: memory file systems have nothing below their pages."""
     (tmp_path / "deep").mkdir()
-    for name in ("a", "deep/b"):
+    for name in ("a.rec", "deep/b.bin", "log"):
         (tmp_path / name).write_bytes(b"x" * (1 << 20))
-    (tmp_path / "empty").touch()
+    (tmp_path / "empty.rec").touch()
     return tmp_path
 
 
@@ -29,7 +29,7 @@ def test_what_was_just_written_is_resident_and_can_be_dropped(folder: Path) -> N
 
 
 def test_both_ways_of_counting_agree(folder: Path) -> None:
-    with (folder / "a").open("rb") as file:
+    with (folder / "a.rec").open("rb") as file:
         counted = coldness._cachestat(file.fileno())
         if counted is None:
             pytest.skip("cachestat needs Linux 6.5")
