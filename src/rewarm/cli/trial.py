@@ -18,7 +18,7 @@ from rewarm.cli.common import is_quiet, json_option, note, print_json, print_tab
 from rewarm.errors import DamageError, ExitCode
 from rewarm.trial.analysis import analyse
 from rewarm.trial.evidence import check_files, read_events
-from rewarm.trial.plan import DEMO, Plan, from_document, load_plan
+from rewarm.trial.plan import DEMO, OWN_MODEL, Plan, from_document, load_plan
 from rewarm.trial.run import Progress, finish, run_trial
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -42,7 +42,9 @@ def run(plan_file: str | None, out: Path | None, as_json: bool, **given: str | i
     """Start servers, recover contexts with each arm in turn, compare every token, judge the gates.
 
     Without a plan and a model it shows itself: a tiny random model, and a baseline slowed as in the published pair, so
-    that gate G3 is seen at work. Exits 0 when every required gate passes, 1 when one fails or stays open.
+    that gate G3 is seen at work. For a model of yours, write into a plan how many times sooner it must be.
+
+    Exits 0 when every required gate passes, 1 when one fails or stays open.
     """
     plan = _with_flags(load_plan(plan_file) if plan_file else _default_plan(given), given)
     folder = out or Path(datetime.now(timezone.utc).strftime("trial-%Y%m%d-%H%M%S"))
@@ -59,7 +61,7 @@ def run(plan_file: str | None, out: Path | None, as_json: bool, **given: str | i
 
 
 def _default_plan(given: Mapping[str, str | int | None]) -> Plan:
-    return from_document({} if given["model"] else DEMO, where="the default plan")
+    return from_document(OWN_MODEL if given["model"] else DEMO, where="the default plan")
 
 
 def _with_flags(plan: Plan, given: Mapping[str, str | int | None]) -> Plan:

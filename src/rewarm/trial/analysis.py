@@ -12,7 +12,7 @@ import numpy as np
 
 from rewarm.errors import DamageError, RewarmError
 from rewarm.trial.blocks import Block, noise_pairs, of, read_blocks
-from rewarm.trial.gates import judge_all, verdict_of
+from rewarm.trial.gates import NAMES, judge_all, verdict_of
 from rewarm.trial.plan import from_document
 from rewarm.trial.proofs import check_all, check_tokens
 from rewarm.trial.schedule import FILL, NOISE, RECOMPUTE, RECOVER, RESTART, tier_arms
@@ -57,7 +57,7 @@ def _analyse(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "environment": first["environment"],
         "gates": [gate.as_json(required=gate.name in plan.gates.required) for gate in gates],
         "proofs": [proof.as_json() for proof in proofs],
-        "arms": {arm: _figures(arm, blocks) for arm in [RECOMPUTE, *tier_arms(plan)]},
+        "arms": {arm: _figures(arm, blocks) for arm in NAMES if arm in (RECOMPUTE, *tier_arms(plan))},
         "noise": {arm: _noise(blocks, arm) for arm in plan.trial.arms if noise_pairs(blocks, arm)},
         "servers": _servers(events),
     }

@@ -69,8 +69,8 @@ class LoadTable:
 
     context_tokens: int = 0
     """Prompt tokens of each context. 0: 8192, or 4096 where 4096 take more than 3 s to compute."""
-    concurrency: int = 2
-    """Requests at once in a block."""
+    concurrency: int = 0
+    """Requests at once in a block. 0: 2 on CPU, 8 elsewhere."""
     groups: int = 2
     """Groups of contexts that blocks take in turn."""
     output_tokens: int = 6
@@ -83,7 +83,7 @@ class LoadTable:
     def __post_init__(self) -> None:
         at_hand = self.context_tokens == 0 or self.context_tokens >= LEAST_CONTEXT
         _check(at_hand, f"load.context_tokens is {self.context_tokens}", f"0 or {LEAST_CONTEXT} or more")
-        for name, least in (("concurrency", 1), ("groups", 1), ("output_tokens", 1), ("pairs", 3), ("noise_pairs", 3)):
+        for name, least in (("concurrency", 0), ("groups", 1), ("output_tokens", 1), ("pairs", 3), ("noise_pairs", 3)):
             _check(getattr(self, name) >= least, f"load.{name} is {getattr(self, name)}", f"{least} or more")
 
 
@@ -106,17 +106,19 @@ class ServerTable:
     """More arguments of `vllm serve`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """More environment variables."""
-    host_tier_bytes: int = GIB
-    """Host memory of vLLM's own tier; it is emptied before each block, and must hold one block's contexts."""
-    capacity_bytes: int = 16 * GIB
-    """Capacity of the candidate's volume."""
+    host_tier_bytes: int = 0
+    """Host memory of vLLM's own tier; emptied before each block, and large enough for one block's contexts. 0: 1 GiB on
+    CPU, 32 GiB elsewhere."""
+    capacity_bytes: int = 0
+    """Capacity of the candidate's volume. 0: 8 GiB on CPU, 128 GiB elsewhere, and at most half of what is free."""
     start_timeout_s: float = 600.0
     """A server that does not answer by then has failed."""
 
     def __post_init__(self) -> None:
         for name in ("host_tier_bytes", "capacity_bytes"):
             num_bytes = getattr(self, name)
-            _check(num_bytes >= 64 * MIB, f"server.{name} is {format_size(num_bytes)}", "at least 64 MiB; like 16GiB")
+            at_hand = num_bytes == 0 or num_bytes >= 64 * MIB
+            _check(at_hand, f"server.{name} is {format_size(num_bytes)}", "0, or at least 64 MiB; like 16GiB")
         _check(self.start_timeout_s > 0, f"server.start_timeout_s is {self.start_timeout_s}", "above 0")
 
 
@@ -168,6 +170,27 @@ class Plan:
         return dataclasses.asdict(self)
 
 
+def settle(plan: Plan, *, on_cpu: bool, free_bytes: int) -> Plan:
+    """The plan with what it left open, besides the length of contexts.
+
+    Args:
+        plan: As written.
+        on_cpu: The server computes on CPU.
+        free_bytes: On the candidate's drive.
+    """
+    load, server = plan.load, plan.server
+    capacity_bytes = min(8 * GIB if on_cpu else 128 * GIB, max(free_bytes // 2, 64 * MIB))
+    return dataclasses.replace(
+        plan,
+        load=dataclasses.replace(load, concurrency=load.concurrency or (2 if on_cpu else 8)),
+        server=dataclasses.replace(
+            server,
+            host_tier_bytes=server.host_tier_bytes or (GIB if on_cpu else 32 * GIB),
+            capacity_bytes=server.capacity_bytes or capacity_bytes,
+        ),
+    )
+
+
 _TABLES: dict[str, type[Any]] = {name: kind for name, kind in get_type_hints(Plan).items() if name != "return"}
 
 PUBLISHED_SHARE = 0.66
@@ -176,6 +199,9 @@ PUBLISHED_SHARE = 0.66
 DEMO: dict[str, Any] = {"baseline": {"throttle": PUBLISHED_SHARE}}
 """What `rewarm trial run` without a plan and without a model does: the tiny model, and a baseline slowed as in the
 published pair, so that G3 is seen at work."""
+
+OWN_MODEL: dict[str, Any] = {"gates": {"recompute_times": 1.0}}
+"""What it does without a plan for a model of the user's: how many times sooner is found, not fixed beforehand."""
 
 
 def load_plan(path: str) -> Plan:

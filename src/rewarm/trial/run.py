@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rewarm import __version__
 from rewarm.errors import RewarmError, StorageError
 from rewarm.trial import host, prompts
@@ -26,7 +28,7 @@ from rewarm.trial.coldness import drop_page_cache
 from rewarm.trial.estimate import Estimate
 from rewarm.trial.evidence import EventLog, read_events, write_manifest, write_result
 from rewarm.trial.meter import ReadMeter
-from rewarm.trial.plan import LONG_CONTEXT, PROBE_LIMIT_S, SHORT_CONTEXT, Plan
+from rewarm.trial.plan import LONG_CONTEXT, PROBE_LIMIT_S, SHORT_CONTEXT, Plan, settle
 from rewarm.trial.report import write_reports
 from rewarm.trial.schedule import (
     CANARY,
@@ -81,6 +83,9 @@ def run_trial(plan: Plan, out: Path, show: Show) -> dict[str, Any]:
         if not Path(directory).is_dir():
             raise StorageError(f"{directory} is not a directory", path=directory, hint=f"mkdir {directory}")
     install = find_vllm()
+    above = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+    free_bytes = psutil.disk_usage(plan.trial.root or str(above)).free
+    plan = settle(plan, on_cpu=install.on_cpu, free_bytes=free_bytes)
     seed = plan.trial.seed if plan.trial.seed >= 0 else secrets.randbelow(2**32)
     log = EventLog(out)
     begin_s = time.monotonic()

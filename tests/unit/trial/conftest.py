@@ -11,7 +11,7 @@ import pytest
 
 from rewarm.trial.analysis import analyse
 from rewarm.trial.evidence import EventLog, read_events, write_manifest, write_result
-from rewarm.trial.plan import DEMO, Plan, from_document
+from rewarm.trial.plan import DEMO, Plan, from_document, settle
 from rewarm.trial.report import write_reports
 from rewarm.trial.schedule import CANARY, FILL, FS_LIMITED, RECOMPUTE, Step, make_schedule
 
@@ -32,7 +32,7 @@ class Maker:
         self, *, document: Mapping[str, Any] = DEMO, ttft_s: Mapping[str, float] = TTFT_S, change: Change | None = None
     ) -> dict[str, Any]:
         """Write a whole folder; returns its result."""
-        plan = from_document(document, where="test")
+        plan = settle(from_document(document, where="test"), on_cpu=True, free_bytes=1 << 40)
         log = EventLog(self.folder)
 
         def add(event: str, **fields: Any) -> None:

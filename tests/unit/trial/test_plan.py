@@ -11,7 +11,7 @@ else:
     import tomli as tomllib
 
 from rewarm.errors import StorageError, UsageError
-from rewarm.trial.plan import DEMO, Plan, from_document, load_plan
+from rewarm.trial.plan import DEMO, Plan, from_document, load_plan, settle
 
 
 def test_a_plan_survives_the_evidence() -> None:
@@ -73,3 +73,13 @@ def test_the_plan_of_the_guide_is_all_defaults() -> None:
     assert {name: set(table) for name, table in document.items()} == {
         name: set(table) for name, table in Plan().as_json().items()
     }
+
+
+def test_what_a_plan_leaves_open_is_settled_by_the_machine() -> None:
+    here = settle(Plan(), on_cpu=True, free_bytes=10 << 30)
+    assert (here.load.concurrency, here.server.host_tier_bytes, here.server.capacity_bytes) == (2, 1 << 30, 5 << 30)
+    there = settle(Plan(), on_cpu=False, free_bytes=1 << 42)
+    assert (there.load.concurrency, there.server.capacity_bytes) == (8, 128 << 30)
+    asked = from_document({"load": {"concurrency": 3}, "server": {"capacity_bytes": "1GiB"}}, where="test")
+    assert settle(asked, on_cpu=False, free_bytes=0).load.concurrency == 3
+    assert settle(asked, on_cpu=False, free_bytes=0).server.capacity_bytes == 1 << 30

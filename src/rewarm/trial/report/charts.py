@@ -91,7 +91,8 @@ _MARKS = (0.2, 0.5, 0.8, 1.2, 1.5, 2, 5)
 
 def read_timeline(blocks: Sequence[Block]) -> str:
     """Bytes a second read by each arm's server, block after block; time between blocks is left out."""
-    shown = [block for block in blocks if block.phase in (RESTART, NOISE, RECOVER) and block.samples]
+    phases = (RESTART, NOISE, RECOVER)
+    shown = [block for block in blocks if block.phase in phases and block.arm != RECOMPUTE and block.samples]
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()

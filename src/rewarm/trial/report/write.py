@@ -63,7 +63,7 @@ def headline(result: Mapping[str, Any]) -> str:
 
 def _connectors(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Each server's connector configuration: all that differs between arms."""
-    found = {}
+    found = dict.fromkeys(result["plan"]["trial"]["arms"], "not started")
     for server in result["servers"]:
         words = server["command"]
         place = words.index("--kv-transfer-config") if "--kv-transfer-config" in words else None
