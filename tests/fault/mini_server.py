@@ -30,12 +30,15 @@ NUM_KV_HEADS = 2
 HEAD_SIZE = 18
 """An odd size on purpose: a chunk's payload then ends inside a page, so that records have padding to damage."""
 
-MAX_STEPS = 20_000
+MAX_STEPS = 2_000
 """Steps after which a request that does not end counts as hung; each idle step yields to the workers."""
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """A model folder with just what vLLM's configuration and a weights fingerprint read: config.json and one tensor."""
+def write_tiny_model(folder: Path, tag: str = "") -> Path:
+    """A model folder with just what vLLM's configuration and a weights fingerprint read: config.json and one tensor.
+
+    Another tag makes other weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "hidden_act": "silu",
@@ -46,7 +49,7 @@ def write_tiny_model(folder: Path) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(16)))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + tag.encode().ljust(16))
     return folder
 
 
@@ -182,15 +185,19 @@ class MiniServer:
 
     # Steps of the engine core and the model runner
 
-    def add(self, prompt: list[int], request_id: str | None = None, output_tokens: int = 1) -> str:
-        """Queue a request; returns its id."""
+    def make_request(self, prompt: list[int], request_id: str = "", output_tokens: int = 1) -> Any:
+        """A request with the hashes of its blocks."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
+        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+        return Request(request_id, list(prompt), params, None, block_hasher=self._hasher)
+
+    def add(self, prompt: list[int], request_id: str | None = None, output_tokens: int = 1) -> str:
+        """Queue a request; returns its id."""
         self._count += 1
         request_id = request_id or f"r{self._count}"
-        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-        request = Request(request_id, list(prompt), params, None, block_hasher=self._hasher)
+        request = self.make_request(prompt, request_id, output_tokens)
         self._live[request_id] = _Live(request, Served(num_prompt_blocks=len(prompt) // BLOCK_TOKENS))
         self.scheduler.add_request(request)
         return request_id

@@ -100,6 +100,7 @@ class VolumeSubject:
 
     counts = True
     record_infix = "/tmp-"
+    num_sessions = 1
 
     def __init__(self, kind: str) -> None:
         self.name = f"volume, {kind} engine"
@@ -185,7 +186,7 @@ class VolumeSubject:
         janitor = RootJanitor(str(self.root))
         janitor.prepare()
         janitor.step()
-        return untidy_root(self.root, num_sessions=1)
+        return untidy_root(self.root, self.num_sessions)
 
 
 def untidy_root(root: Path, num_sessions: int) -> list[str]:
