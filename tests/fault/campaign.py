@@ -64,6 +64,8 @@ class Subject(Protocol):
     name: str
     counts: bool
     """Whether it counts damage and I/O errors."""
+    stores_what_it_computes: bool
+    """Whether a load of a damaged chunk ends with a store of the same."""
     record_infix: str
     """What the name of a record holds that is being written or is whole, and no other file's name."""
 
@@ -313,6 +315,8 @@ class Campaign:
         if self.subject.counts and outcome.damaged != damaged:
             row.complaints.append(f"counted {outcome.damaged} damaged records, {damaged} were")
         errors = 1 if effect is Effect.ERROR and fired else 0
+        if case.fault.needs_janitor and self.subject.stores_what_it_computes:
+            errors += 1  # the store over what cannot be written over
         if self.subject.counts and outcome.io_errors != errors:
             row.complaints.append(f"counted {outcome.io_errors} I/O errors, there was {errors}")
 

@@ -36,6 +36,7 @@ class EngineSubject:
     """One engine on the root; the stranger is another namespace."""
 
     counts = True
+    stores_what_it_computes = False
     record_infix = "/tmp-"
 
     def __init__(self, kind: str) -> None:

@@ -26,6 +26,7 @@ class FsSubject:
 
     name = "vllm fs tier"
     counts = False
+    stores_what_it_computes = False
     record_infix = ".bin"
 
     def applies(self, fault: Fault) -> bool:

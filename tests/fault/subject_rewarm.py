@@ -87,6 +87,9 @@ class Server:
 class RewarmSubject(VolumeSubject):
     """One server at a time on the root; a stranger with other weights now and then."""
 
+    stores_what_it_computes = True
+    num_sessions = SESSIONS_A_SERVER
+
     def __init__(self, kind: str, folder: Path | None = None) -> None:
         super().__init__(kind)
         self.name = f"rewarm in vLLM, {kind} engine"
@@ -169,8 +172,6 @@ class RewarmSubject(VolumeSubject):
         if name == "store":
             return store_in_child, (self.kind, str(self.folder), str(self.root), prompt)
         return super().job(name, [])
-
-    num_sessions = SESSIONS_A_SERVER
 
 
 def make_config(folder: Path, root: Path, kind: str, model: str) -> Any:

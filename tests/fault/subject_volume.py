@@ -99,6 +99,7 @@ class VolumeSubject:
     """One life at a time on the root; between them and beside them a janitor where something may be full."""
 
     counts = True
+    stores_what_it_computes = False
     record_infix = "/tmp-"
     num_sessions = 1
 
