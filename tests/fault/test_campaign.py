@@ -72,3 +72,20 @@ def test_a_broken_engine_below_a_volume_is_seen(broken: str, kinds: tuple[str, .
     for kind in kinds:
         assert report["kinds"][kind]["failed_cases"] > 0, kind
     assert (report["wrong_blocks_served"] > 0) == (broken == "reader")
+
+
+@pytest.mark.vllm
+def test_the_whole_serves_no_wrong_byte() -> None:
+    """A seeded sample of 500 faults through the connector's two halves; the full count is `make test-deep`."""
+    pytest.importorskip("vllm", reason="needs vLLM's own classes")
+    report, stories = campaign("--subject", "rewarm", "--count", "500")
+    assert report["injected"] >= 500
+    assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
+
+
+@pytest.mark.vllm
+def test_a_broken_reader_below_the_connector_is_seen() -> None:
+    pytest.importorskip("vllm", reason="needs vLLM's own classes")
+    only = ["--kind=flip-payload", "--kind=swap"]
+    report, _ = campaign("--engine", "pure", "--broken", "reader", "--count", "6", *only)
+    assert report["wrong_blocks_served"] >= 6
