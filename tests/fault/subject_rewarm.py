@@ -79,6 +79,10 @@ class Server:
         """As vLLM hashes the prompt's blocks."""
         return [bytes(block_hash) for block_hash in self.mini.make_request(prompt).block_hashes]
 
+    def record_path(self, prompt: list[int], chunk: int) -> str:
+        """Below which name, in any root and namespace, a chunk lies."""
+        return chunk_key(self.block_hashes(prompt)[(chunk + 1) * CHUNK_BLOCKS - 1], rank=0).hex() + ".rec"
+
     def close(self) -> None:
         """The end of the process."""
         self.mini.close()
@@ -174,14 +178,14 @@ class RewarmSubject(VolumeSubject):
         return super().job(name, [])
 
 
-def make_config(folder: Path, root: Path, kind: str, model: str) -> Any:
+def make_config(folder: Path, root: Path, kind: str, model: str, **more: Any) -> Any:
     """The configuration of a server of a model on a root."""
     where = folder / model
     if not where.exists():
         write_tiny_model(where, tag=model)
     extra = {"roots": [str(root)], "chunk_tokens": CHUNK_TOKENS, "engine": kind, "ring_bytes": 1 << 20}
     return make_vllm_config(
-        where, extra | {"store_buffer_bytes": 1 << 20}, NUM_BLOCKS,
+        where, extra | {"store_buffer_bytes": 1 << 20} | more, NUM_BLOCKS,
         kv_connector="RewarmConnector", kv_connector_module_path="rewarm.adapters.vllm",
     )  # fmt: skip
 

@@ -36,6 +36,7 @@ PAYLOAD = 55296
 MOST_CHUNKS = 5
 CAPACITY = 256 << 20
 WAIT_S = 30.0
+ROUNDS = 5
 
 
 class Life:
@@ -184,10 +185,15 @@ class VolumeSubject:
         """After a janitor's round: no dead session, no temporary, and the budget is what the files add up to."""
         for session in (self.root / ".rewarm" / "sessions").glob("new-*"):  # of a process that was killed in between
             os.utime(session, (0, 0))
-        janitor = RootJanitor(str(self.root))
-        janitor.prepare()
-        janitor.step()
-        return untidy_root(self.root, self.num_sessions)
+        found: list[str] = []
+        for _ in range(ROUNDS):  # where two janitors look at one session, each may take it for a live one
+            janitor = RootJanitor(str(self.root))
+            janitor.prepare()
+            janitor.step()
+            found = untidy_root(self.root, self.num_sessions)
+            if not found:
+                break
+        return found
 
 
 def untidy_root(root: Path, num_sessions: int) -> list[str]:

@@ -78,7 +78,7 @@ def test_a_broken_engine_below_a_volume_is_seen(broken: str, kinds: tuple[str, .
 def test_the_whole_serves_no_wrong_byte() -> None:
     """A seeded sample of 500 faults through the connector's two halves; the full count is `make test-deep`."""
     pytest.importorskip("vllm", reason="needs vLLM's own classes")
-    report, stories = campaign("--subject", "rewarm", "--count", "500")
+    report, stories = campaign("--engine", "threads" if not probe_engines()["threads"] else "pure", "--count", "500")
     assert report["injected"] >= 500
     assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
 
