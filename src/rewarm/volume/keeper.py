@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_BATCH_RECORDS = 64
 ROOM_WAIT_S = 1.0
 """How long a store waits for the janitor to make room before it is given up."""
+MAX_ROOM_WAIT_S = 10.0
+"""How much longer it waits while the janitor evicts and other writers take the room."""
 _ROOM_STEP_S = 0.01
 _GROUPS = 8
 """A group that waits for room is at most this part of the capacity: else one request could empty the volume."""
@@ -171,9 +173,14 @@ class Keeper:
         granted = self._usage.reserve(record_bytes, len(group), capacity_bytes)
         if granted < len(group):
             self._flush()  # the janitor has to know what it may evict
+        evicted = self._usage.read().evicted_bytes
         end = time.monotonic() + ROOM_WAIT_S
-        while granted < len(group) and time.monotonic() < end and not self._stop.wait(_ROOM_STEP_S):
+        last = end + MAX_ROOM_WAIT_S
+        while granted < len(group) and time.monotonic() < min(end, last) and not self._stop.wait(_ROOM_STEP_S):
             granted += self._usage.reserve(record_bytes, len(group) - granted, capacity_bytes)
+            now = self._usage.read().evicted_bytes
+            if now != evicted:  # a janitor works; other writers were first this time
+                evicted, end = now, time.monotonic() + ROOM_WAIT_S
         return granted
 
     def _write(self, group: Sequence[StoreItem], granted: int) -> list[StoreItem]:

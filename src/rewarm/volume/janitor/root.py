@@ -239,8 +239,9 @@ class RootJanitor:
         headroom = max(headroom, 2 * max((namespace.record_bytes for namespace in self._namespaces), default=0))
         headroom = min(headroom, self._capacity_bytes // 2)
         over = usage.used_bytes - (self._capacity_bytes - headroom)
-        needed = over if over > headroom // 2 else 0
-        return max(needed, usage.pressure_bytes, 0)
+        if usage.pressure_bytes:  # beyond the headroom, so that who waits beside the one that asked finds room too
+            return usage.pressure_bytes + max(0, over)
+        return over if over > headroom // 2 else 0
 
     def _unlink(self, name: bytes) -> bool:
         namespace = self._namespaces[int.from_bytes(name[:2], "little")]
