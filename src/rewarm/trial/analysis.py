@@ -4,6 +4,7 @@ compute it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -15,7 +16,7 @@ from rewarm.trial.blocks import Block, noise_pairs, of, read_blocks
 from rewarm.trial.gates import NAMES, judge_all, verdict_of
 from rewarm.trial.plan import from_document
 from rewarm.trial.proofs import check_all, check_tokens
-from rewarm.trial.schedule import FILL, NOISE, RECOMPUTE, RECOVER, RESTART, tier_arms
+from rewarm.trial.schedule import FILL, RECOMPUTE, RECOVER, RESTART, tier_arms
 from rewarm.trial.stats import noise
 
 SCHEMA = "rewarm.trial/1"
@@ -94,8 +95,8 @@ def _figures(arm: str, blocks: Sequence[Block]) -> dict[str, Any]:
 
 def _noise(blocks: Sequence[Block], arm: str) -> dict[str, Any]:
     found = noise_pairs(blocks, arm)
-    spread = noise([a.mean_ttft_s for a, _ in found], [b.mean_ttft_s for _, b in found])
-    return {"phase": NOISE, "pairs": len(found), "log_rms": spread}
+    log_rms = noise([a.mean_ttft_s for a, _ in found], [b.mean_ttft_s for _, b in found])
+    return {"pairs": len(found), "spread": math.expm1(log_rms)}
 
 
 def _servers(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

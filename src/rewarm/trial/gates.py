@@ -146,7 +146,7 @@ class _Question:
         reason = self._reason(name, outcome, ratio, threshold, needed)
         too_noisy = self._noise_reason(ratio, threshold) if name.startswith("g3") else ""
         if too_noisy and outcome is not Outcome.INCONCLUSIVE:
-            outcome, reason = Outcome.INCONCLUSIVE, too_noisy
+            outcome, reason, needed = Outcome.INCONCLUSIVE, too_noisy, None
         if outcome is Outcome.PASS and self.doubt:
             outcome, reason = Outcome.INCONCLUSIVE, f"a proof does not hold: {self.doubt}"
         return Gate(
