@@ -3,6 +3,7 @@
 #   make trial       prove it: a real vLLM server, its KV cache back from flash, one report.html
 #   make test        the tests, at most 15 minutes on 2 cores
 #   make test-deep   the same with full counts: an hour and more
+#   make test-vm     power cuts, in virtual machines; says what it needs where that is missing
 #   make check       linters, types, pages that must follow from the code
 #   make bench       the storage path against its floor and its peers
 #   make clean       remove all that the targets above made
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 SETUP = $(if $(PYTHON),,$(error no Python 3.10 to 3.13 with the venv module was found; name one: make PYTHON=...)) \
 	$(PYTHON) scripts/setup_env.py --venv $(VENV) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: trial test test-deep check bench setup clean
+.PHONY: trial test test-deep test-vm check bench setup clean
 
 trial:
 	@$(SETUP) --need-vllm
@@ -39,6 +40,10 @@ test:
 test-deep:
 	@$(SETUP) --need-vllm
 	$(BIN)/python -m pytest -m "not gpu and not vm" $(PYTEST_ARGS)
+
+test-vm:
+	@$(SETUP)
+	$(BIN)/python -m pytest -m vm -s $(PYTEST_ARGS) tests/vm
 
 check:
 	@$(SETUP)
