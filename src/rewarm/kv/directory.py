@@ -16,7 +16,7 @@ from rewarm.kv.chunks import StepReport
 from rewarm.kv.keys import shard_key
 from rewarm.volume import Outcome
 
-PROBE_LIMIT_S = 0.25
+PROBE_LIMIT_S = 1.0
 """How long a lookup waits for the file system before it goes on with what the index knows."""
 PROBE_GRACE_S = 0.001
 """How long the first look at a probe may wait in place: most local ones end sooner, and a further step costs more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,16 @@ from vllm_server import Server, count_records, needs_vllm, prompt_of
 
 from rewarm.testing.tiny_model import ensure_tiny_model
 
-pytestmark = [pytest.mark.server, pytest.mark.deep, needs_vllm]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.deep,
+    needs_vllm,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
+]
 
 PROMPT_TOKENS = 2048
 TWO_RANKS = ("--tensor-parallel-size", "2")
+CORES = sorted(os.sched_getaffinity(0))
 
 
 def test_two_ranks_recover_and_one_rank_finds_nothing_of_theirs(tmp_path: Path) -> None:
@@ -25,7 +32,9 @@ def test_two_ranks_recover_and_one_rank_finds_nothing_of_theirs(tmp_path: Path) 
     num_chunks = len(prompts) * PROMPT_TOKENS // 256
 
     def server(name: str, *flags: str) -> Server:
-        return Server(model, tmp_path / f"{name}.log", *flags, transfer=transfer)
+        # Without it vLLM wants a NUMA node a rank.
+        bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2]))} if flags else {}
+        return Server(model, tmp_path / f"{name}.log", *flags, transfer=transfer, environment=bind)
 
     with server("fill", *TWO_RANKS) as filling:
         computed = [filling.ask(prompt) for prompt in prompts]

@@ -174,16 +174,21 @@ class SchedulerSide:
     def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
         """The orders of this step."""
         for new in output.scheduled_new_reqs:
-            self._order_stores(new.req_id, list(new.block_ids[0]), new.num_computed_tokens, output)
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.block_ids = list(new.block_ids[0])
+                self._order_stores(tracked, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             tracked = self._tracked.get(request_id)
-            new_ids = cached.new_block_ids[index]
-            added = list(new_ids[0]) if new_ids else []
             if tracked is None:
                 continue
-            block_ids = added if request_id in cached.resumed_req_ids else tracked.block_ids + added
-            self._order_stores(request_id, block_ids, cached.num_computed_tokens[index], output)
+            if request_id in cached.resumed_req_ids:
+                tracked.block_ids.clear()
+            new_ids = cached.new_block_ids[index]
+            if new_ids:
+                tracked.block_ids.extend(new_ids[0])
+            self._order_stores(tracked, cached.num_computed_tokens[index], output)
         orders, self._orders = self._orders, StepOrders()
         orders.idle = output.total_num_scheduled_tokens == 0
         if self._directory is None:
@@ -272,16 +277,11 @@ class SchedulerSide:
     def _is_loading(self, chunk: bytes) -> bool:
         return any(chunk in chunks for chunks in self._loading.values())
 
-    def _order_stores(
-        self, request_id: str, block_ids: list[int], num_computed_tokens: int, output: SchedulerOutput
-    ) -> None:
+    def _order_stores(self, tracked: _Tracked, num_computed_tokens: int, output: SchedulerOutput) -> None:
         """Order the chunks that are computed by the end of this step; tokens that may yet be rejected have no hash."""
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return
-        tracked.block_ids = block_ids
         if self._directory is None or self._setup.kv.read_only or not tracked.is_served:
             return
+        request_id = tracked.request.request_id
         num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id]
         num_ready = min(num_tokens // self._setup.chunk_tokens, self._num_hashed_chunks(tracked))
         put_off = [index for index in tracked.put_off if index < num_ready]
@@ -289,7 +289,7 @@ class SchedulerSide:
         for index in (*put_off, *range(tracked.num_considered, num_ready)):
             chunk = self._chunk_id(tracked, index)
             if self._directory.wants_store(chunk):
-                ids = block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
+                ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
         tracked.num_considered = max(tracked.num_considered, num_ready)

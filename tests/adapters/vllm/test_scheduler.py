@@ -1,0 +1,196 @@
+"""Both sides of the connector under vLLM's real scheduler, the model played: what is loaded, stored and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
+
+import mini_server
+from mini_server import BLOCK_TOKENS, CHUNK_TOKENS, MiniServer
+
+from rewarm.kv import directory
+from rewarm.volume import create_volume
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+NUM_BLOCKS = 96
+PROMPT_TOKENS = 300
+NUM_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
+CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
+
+
+class Place:
+    """A model and a volume that servers with different settings share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = mini_server.write_tiny_model(folder / "model")
+        self.root = folder / "root"
+        self.servers: list[MiniServer] = []
+        create_volume([str(self.root)], capacity_bytes=64 << 20)
+
+    def server(self, **extra: Any) -> MiniServer:
+        config = mini_server.make_vllm_config(
+            self.model,
+            {"roots": [str(self.root)], "chunk_tokens": CHUNK_TOKENS, **extra},
+            NUM_BLOCKS,
+            kv_connector="RewarmConnector",
+            kv_connector_module_path="rewarm.adapters.vllm",
+        )
+        self.servers.append(MiniServer(config, NUM_BLOCKS))
+        return self.servers[-1]
+
+    def records(self) -> int:
+        return sum(1 for _ in self.root.glob("*/??/*.rec"))
+
+    def fill(self, server: MiniServer, prompts: list[list[int]]) -> None:
+        server.run(prompts)
+        self.settle(server)
+        assert self.records() >= len(prompts) * NUM_CHUNKS
+
+    def settle(self, server: MiniServer) -> None:
+        """Until the scheduler's side knows the end of every store."""
+        storing = server.scheduler.connector._scheduler._directory._storing
+        server.drain(lambda: not storing, "stores under way")
+
+
+@pytest.fixture(autouse=True)
+def patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not turn a slow look at the file system into a miss here."""
+    monkeypatch.setattr(directory, "PROBE_LIMIT_S", 60.0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    for server in made.servers:
+        server.close()
+
+
+def prompt(number: int) -> list[int]:
+    return [number * 13 + index % 251 for index in range(PROMPT_TOKENS)]
+
+
+def counted(server: MiniServer, name: str, *labels: str) -> float:
+    sides = (server.worker, server.scheduler.connector)
+    return sum(side._counters.value(name, *labels) for side in sides)
+
+
+def cold(server: MiniServer, *prompts: list[int]) -> list[int]:
+    """Blocks that are found once the device has forgotten all; none may be wrong."""
+    server.forget_device_cache()
+    served = server.run(list(prompts))
+    assert not any(one.wrong_blocks or one.failed_blocks for one in served)
+    return [one.good_blocks for one in served]
+
+
+def test_tokens_that_were_looked_up_and_found_are_counted_once_a_request(place: Place) -> None:
+    server = place.server()
+    place.fill(server, [prompt(1)])
+    assert counted(server, "rewarm_kv_lookup_tokens_total") == PROMPT_TOKENS
+    assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
+    assert counted(server, "rewarm_kv_lookup_tokens_total") == 2 * PROMPT_TOKENS
+    assert counted(server, "rewarm_kv_hit_tokens_total") == NUM_CHUNKS * CHUNK_TOKENS
+    assert counted(server, "rewarm_kv_loads_total", "hit") == NUM_CHUNKS
+    assert counted(server, "rewarm_kv_load_seconds") == 1
+
+
+def test_requests_that_share_a_prefix_share_one_load(place: Place) -> None:
+    server = place.server()
+    place.fill(server, [prompt(1)])
+    assert all(found >= NUM_CHUNKS * CHUNK_BLOCKS for found in cold(server, prompt(1), prompt(1), prompt(1)))
+    assert counted(server, "rewarm_kv_loads_total", "hit") == NUM_CHUNKS
+
+
+def test_a_part_of_a_chunk_that_is_resident_is_not_loaded_again(place: Place) -> None:
+    server = place.server()
+    place.fill(server, [prompt(1)])
+    resident_blocks = CHUNK_BLOCKS + 1
+    server.forget_device_cache()
+    server.run([prompt(1)[: resident_blocks * BLOCK_TOKENS + 1]])
+    before = counted(server, "rewarm_kv_load_bytes_total")
+    (served,) = server.run([prompt(1)])
+    assert served.good_blocks == NUM_CHUNKS * CHUNK_BLOCKS
+    assert not served.wrong_blocks
+    block_bytes = mini_server.NUM_LAYERS * server.page_words * 4
+    loaded_blocks = (counted(server, "rewarm_kv_load_bytes_total") - before) / block_bytes
+    assert loaded_blocks == NUM_CHUNKS * CHUNK_BLOCKS - resident_blocks
+
+
+def test_generated_tokens_are_stored_too(place: Place) -> None:
+    server = place.server()
+    request = server.add(prompt(1), output_tokens=2 * CHUNK_TOKENS)
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    tokens = list(server._live.pop(request).request.all_token_ids)
+    place.settle(server)
+    assert cold(server, tokens) == [len(tokens) // CHUNK_TOKENS * CHUNK_BLOCKS]
+
+
+def test_stores_that_find_no_room_are_made_up_for_while_the_request_runs(place: Place) -> None:
+    server = place.server(store_buffer_bytes=64 << 10)  # room for one chunk
+    server.add(prompt(1), "long", output_tokens=1000)
+    server.drain(lambda: place.records() >= NUM_CHUNKS, "all chunks stored")
+    server.abort("long")
+    server.drain(lambda: not server.scheduler.requests, "the end of the request")
+    server._live.pop("long")
+    (found,) = cold(server, prompt(1))
+    assert found >= NUM_CHUNKS * CHUNK_BLOCKS
+    assert counted(server, "rewarm_kv_stores_total", "failed") == 0
+
+
+def test_on_reuse_stores_the_second_time(place: Place) -> None:
+    server = place.server(store="on_reuse")
+    server.run([prompt(1)])
+    assert cold(server, prompt(1)) == [0]
+    place.settle(server)
+    assert place.records() == NUM_CHUNKS
+    assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
+
+
+def test_never_and_read_only_do_what_they_say(place: Place) -> None:
+    place.fill(place.server(), [prompt(1)])
+    stored = place.records()
+    assert cold(place.server(policy="never"), prompt(1)) == [0]
+    reader = place.server(read_only=True)
+    assert cold(reader, prompt(1), prompt(2)) == [NUM_CHUNKS * CHUNK_BLOCKS, 0]
+    assert place.records() == stored
+
+
+def test_another_salt_finds_nothing_and_a_reset_hides_what_was_stored(place: Place) -> None:
+    server = place.server()
+    place.fill(server, [prompt(1)])
+    tenant = place.server(salt="tenant")
+    assert cold(tenant, prompt(1)) == [0]
+    place.settle(tenant)
+    assert server.scheduler.connector.reset_cache() is True
+    stored = place.records()
+    assert cold(server, prompt(1)) == [0]
+    place.settle(server)
+    assert place.records() == stored + NUM_CHUNKS
+    assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
+    assert cold(place.server(), prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS], "others still find it"
+
+
+def test_a_record_that_vanishes_after_the_lookup_is_computed(place: Place) -> None:
+    server = place.server()
+    place.fill(server, [prompt(1)])
+    for record in place.root.glob("*/??/*.rec"):
+        record.unlink()
+    server.forget_device_cache()
+    (served,) = server.run([prompt(1)])
+    place.settle(server)
+    assert served.good_blocks == served.wrong_blocks == 0
+    assert counted(server, "rewarm_kv_loads_total", "miss") == NUM_CHUNKS
+    assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
+
+
+def test_two_servers_find_what_the_other_stored(place: Place) -> None:
+    first, second = place.server(), place.server()
+    place.fill(first, [prompt(1)])
+    place.fill(second, [prompt(2)])
+    assert cold(first, prompt(2)) == cold(second, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
