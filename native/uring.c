@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define DEPTH 4u
+#define DEPTH 8u
 
 /* Newer than some kernel headers; a kernel that does not know them says EINVAL. */
 #define SETUP_COOP_TASKRUN (1u << 8)
