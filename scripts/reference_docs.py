@@ -114,7 +114,7 @@ def _exit_codes_page() -> str:
         errors.ExitCode.USAGE: "usage: an argument, option or configuration value is wrong; nothing was changed",
         errors.ExitCode.CANNOT: "this machine, platform or version cannot do what was asked",
         errors.ExitCode.IO: "the storage refused: I/O error, permission, missing directory, full",
-        errors.ExitCode.DAMAGE: "bytes do not match their checksum or their name; also from a command that looks for such",
+        errors.ExitCode.DAMAGE: "bytes do not match their checksum or their name; also of a command that looks for it",
         errors.ExitCode.BUSY: "somebody else holds what was asked for",
         errors.ExitCode.BUG: "a bug in Rewarm: please report it",
     }
