@@ -21,8 +21,8 @@ from rewarm.units import GIB, MIB, format_size, parse_size
 TINY_MODEL = "tiny"
 LONG_CONTEXT, SHORT_CONTEXT, LEAST_CONTEXT = 8192, 4096, 512
 """Contexts that are chosen from where a plan names none, and the least that it may name."""
-PROBE_LIMIT_S = 3.0
-"""The short context is taken where computing it takes longer: a trial computes some two dozen contexts."""
+PROBE_LIMIT_S = 4.0
+"""The short context is taken where computing it takes longer: a trial computes some twenty contexts."""
 ARMS = ("recompute", "fs", "rewarm")
 GATES = ("tokens", "cold", "recovery", "peer", "g3_ttft", "g3_throughput")
 
@@ -68,10 +68,10 @@ class LoadTable:
     """The load: `groups` times `concurrency` contexts are filled; a block recovers one group, all at once."""
 
     context_tokens: int = 0
-    """Prompt tokens of each context. 0: 8192, or 4096 where 4096 take more than 3 s to compute."""
+    """Prompt tokens of each context. 0: 8192, or 4096 where 4096 take more than 4 s to compute."""
     concurrency: int = 0
     """Requests at once in a block. 0: 2 on CPU, 8 elsewhere."""
-    groups: int = 2
+    groups: int = 1
     """Groups of contexts that blocks take in turn."""
     output_tokens: int = 6
     """Tokens that each request asks for; every one is compared."""

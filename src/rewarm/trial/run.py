@@ -228,11 +228,11 @@ class _Runner:
         self._log.add("load_chosen", context_tokens=chosen, probe_s=probe_s)
 
     def _warm(self, step: Step) -> None:
-        """A throw-away context of full length twice, the prefix cache emptied between: computed, then loaded."""
+        """A throw-away context of full length, computed and then, by a tier, loaded."""
         (name,) = step.servers
         server = self._servers[name]
         times_s = []
-        for _ in range(2):
+        for _ in range(1 if name == RECOMPUTE else 2):
             self._reset(name)
             records, _ = server.client.complete([self._prompt(name, prompts.WARM_UP, 0)], self._plan.load.output_tokens)
             times_s.append(round(records[0]["total_s"], 4))

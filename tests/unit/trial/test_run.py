@@ -21,7 +21,7 @@ from rewarm.trial.evidence import check_files, read_events
 from rewarm.trial.plan import Plan, from_document
 
 FAKE = Path(__file__).with_name("fake_server.py")
-PLAN = {"load": {"context_tokens": 512, "pairs": 3, "noise_pairs": 3}, "trial": {"model": "m"}}
+PLAN = {"load": {"context_tokens": 512, "groups": 2, "pairs": 3, "noise_pairs": 3}, "trial": {"model": "m"}}
 
 
 def command_of(_install: Installation, plan: Plan, name: str, places: Places) -> list[str]:

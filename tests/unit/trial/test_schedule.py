@@ -8,7 +8,7 @@ from rewarm.trial import prompts, schedule
 from rewarm.trial.plan import DEMO, from_document
 from rewarm.trial.schedule import CANARY, FILL, NOISE, RECOMPUTE, RECOVER, RESTART, Step, make_schedule, server_of
 
-PLAN = from_document(DEMO, where="test")
+PLAN = from_document({**DEMO, "load": {"groups": 2}}, where="test")
 
 
 @pytest.mark.parametrize("together", [True, False])
