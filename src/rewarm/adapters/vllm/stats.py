@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,12 +91,12 @@ def observations(metric: Metric, numbers: Sequence[float]) -> list[float]:
     """
     counts, total = [int(count) for count in numbers[:-1]], numbers[-1]
     mean = total / max(1, sum(counts))
-    bounds = (0.0, *metric.buckets, float("inf"))
+    bounds = (-math.inf, *metric.buckets, math.inf)
     values = []
     for index, count in enumerate(counts):
         # A bucket holds what is above the bound before it, up to and with its own.
-        lowest = bounds[index] + (bounds[index + 1] - bounds[index]) / 1e6 if index < len(metric.buckets) else mean
-        values += [min(max(mean, lowest), bounds[index + 1])] * count
+        above = math.nextafter(bounds[index], math.inf)
+        values += [min(max(mean, above), bounds[index + 1])] * count
     return values
 
 
