@@ -64,7 +64,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rewarm_io_errors_total", COUNTER, "I/O errors that the storage reported.", ("root",)),
     Metric("rewarm_root_healthy", GAUGE, "1 while a root is used; 0 once it is retired.", ("root",)),
     Metric("rewarm_volume_records", GAUGE, "Records that the index of this process knows."),
-    Metric("rewarm_volume_used_bytes", GAUGE, "Bytes of the records that the index of this process knows."),
+    Metric("rewarm_volume_used_bytes", GAUGE, "Bytes that the volume holds, the records of all processes and servers."),
     Metric("rewarm_volume_capacity_bytes", GAUGE, "Bytes that the volume may hold."),
     Metric("rewarm_volume_scan_seconds", GAUGE, "Time that the scan at open took."),
     Metric("rewarm_evicted_records_total", COUNTER, "Records removed to stay within the capacity."),

@@ -45,7 +45,7 @@ class Bench:
     """Opens volumes and closes what it opened."""
 
     def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine or open_engine(EngineConfig(kind="pure", ring_bytes=4 * MIB, slot_bytes=MIB))
+        self.engine = engine or open_engine(EngineConfig(ring_bytes=4 * MIB, slot_bytes=MIB))
         self._volumes: list[Volume] = []
 
     def open(self, *roots: str, janitor: bool = False, **options: Any) -> Volume:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from rewarm.errors import BusyError, UsageError
+from rewarm.errors import BusyError, RewarmError, UsageError
 from rewarm.volume.check import remove_record
 from rewarm.volume.count import record_entries
 from rewarm.volume.info import NamespaceInfo
 from rewarm.volume.janitor.root import RootJanitor
-from rewarm.volume.layout import NAMESPACE_FILE, RootPaths, read_roots
+from rewarm.volume.layout import NAMESPACE_FILE, RootPaths, read_namespace_file, read_roots
 from rewarm.volume.session import SessionReader, session_directories
 from rewarm.volume.usage import UsageFile
 
@@ -126,18 +126,23 @@ def purge(
         paths = RootPaths(root)
         with closing(UsageFile(paths.usage)) as usage:
             for namespace_id in namespace_ids:
-                _purge_one(paths.namespace(namespace_id), usage, done, advance)
+                _purge_one(paths, namespace_id, usage, done, advance)
                 if not any(not SessionReader(directory).is_dead() for directory in session_directories(paths)):
                     _remove_directories(paths.namespace(namespace_id))
     return done
 
 
-def _purge_one(directory: str, usage: UsageFile, done: Evicted, advance: Callable[[int], None]) -> None:
+def _purge_one(
+    paths: RootPaths, namespace_id: bytes, usage: UsageFile, done: Evicted, advance: Callable[[int], None]
+) -> None:
+    record_bytes = None  # without a description, the budget has each file's own length
+    with suppress(RewarmError):
+        record_bytes = read_namespace_file(paths.root, namespace_id).record_bytes
     records = num_bytes = 0
     try:
-        for _, entry in record_entries(directory):
+        for _, entry in record_entries(paths.namespace(namespace_id)):
             with suppress(FileNotFoundError):
-                size = entry.stat(follow_symlinks=False).st_size
+                size = entry.stat(follow_symlinks=False).st_size if record_bytes is None else record_bytes
                 remove_record(entry.path)
                 num_bytes += size
                 records += 1

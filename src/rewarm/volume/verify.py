@@ -90,7 +90,7 @@ class _Look:
         except (UsageError, DamageError) as error:
             for _, entry in record_entries(self._paths.namespace(namespace_id)):
                 self._report.num_records += 1
-                self._damaged(entry.path, f"its namespace has no description: {error.message}")
+                self._damaged(entry.path, f"its namespace has no description: {error.message}", counted_bytes=None)
                 self._advance(1)
         else:
             self._verify_records(namespace)
@@ -115,7 +115,7 @@ class _Look:
                 found = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(found.st_mode) or found.st_size != namespace.record_bytes:
                     self._report.num_records += 1
-                    self._damaged(entry.path, f"not a file of {namespace.record_bytes} bytes")
+                    self._damaged(entry.path, f"not a file of {namespace.record_bytes} bytes", namespace.record_bytes)
                     self._advance(1)
                     continue
                 batch.append((entry.path, key))
@@ -136,17 +136,18 @@ class _Look:
                 completion.release(index)
                 self._report.num_bytes += namespace.record_bytes
             elif result == errno.EBADMSG:
-                self._damaged(path, "a checksum or the name does not match")
+                self._damaged(path, "a checksum or the name does not match", namespace.record_bytes)
             else:
                 self._report.unreadable.append(Problem(path, os.strerror(result)))
 
-    def _damaged(self, path: str, reason: str) -> None:
+    def _damaged(self, path: str, reason: str, counted_bytes: int | None) -> None:
+        """Note damage, and remove it; ``counted_bytes`` is what the budget has for it, None: the file's length."""
         is_removed = False
         if self._usage is not None:
             with suppress(FileNotFoundError):
                 num_bytes = os.stat(path, follow_symlinks=False).st_size
                 remove_record(path)
-                self._usage.free(num_bytes)
+                self._usage.free(num_bytes if counted_bytes is None else counted_bytes)
                 is_removed = True
         self._report.damaged.append(Problem(path, reason, is_removed))
 

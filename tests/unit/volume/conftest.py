@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    """Opens volumes with the pure engine and closes all of it at the end."""
+    """Opens volumes with the best engine that is built and closes all of it at the end."""
     made = Bench()
     yield made
     made.close()
