@@ -27,7 +27,7 @@ import torch
 from rewarm.engine.base import ToSlot
 from rewarm.errors import UnsupportedError
 from rewarm.kv.chunks import LoadOrder, StoreOrder
-from rewarm.kv.worker import CLOSE_WAIT_S, STORE_WAIT_S, Load, RankSetup, RankWorker, StoreBuffer, take_results
+from rewarm.kv.worker import CLOSE_WAIT_S, Load, RankSetup, RankWorker, StoreBuffer, take_results
 from rewarm.volume import Outcome
 
 if TYPE_CHECKING:
@@ -172,12 +172,11 @@ class StagedWorker(RankWorker):
 
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
         assert self._memory is not None
-        deadline = time.monotonic() + STORE_WAIT_S
         put_off: list[bytes] = []
         with torch.inference_mode():
             block_ids = self._ids_on_device([order.block_ids for order in orders])
             for number, (order, ids) in enumerate(zip(orders, block_ids, strict=True)):
-                address = self._take_slot(self._buffer, deadline)
+                address = self._take_slot(self._buffer)
                 if address:
                     copied = self._gather(self._store_lanes[number % NUM_LANES], ids, address)
                     self._gathered.put((namespace, order.chunk, address, copied))

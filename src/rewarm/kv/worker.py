@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STORE_WAIT_S = 0.02
-"""How long a step may wait for room to stage its stores; a chunk that finds none by then is put off."""
 CLOSE_WAIT_S = 10.0
 """How long close() waits for stores that are under way."""
 LOAD_BYTES_A_SECOND = 128 * MIB
@@ -200,11 +198,11 @@ class RankWorker(ABC):
         for chunks, results in buffer.reap(wait_s):
             self._note_stored(chunks, results)
 
-    def _take_slot(self, buffer: StoreBuffer, deadline: float) -> int:
-        """Address of a slot for one payload; 0: none came free before ``deadline``."""
+    def _take_slot(self, buffer: StoreBuffer) -> int:
+        """Address of a slot for one payload; 0: none is free, and the step does not wait for one."""
         address = buffer.take()
         if not address:
-            self._reap(buffer, deadline - time.monotonic())
+            self._reap(buffer, 0.0)
             address = buffer.take()
         return address
 
@@ -309,11 +307,10 @@ class HostWorker(RankWorker):
         self._reap(self._buffer, 0.0)
 
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
-        deadline = time.monotonic() + STORE_WAIT_S
         staged: list[tuple[bytes, int]] = []
         put_off: list[bytes] = []
         for order in orders:
-            address = self._take_slot(self._buffer, deadline)
+            address = self._take_slot(self._buffer)
             if not address:
                 put_off.append(order.chunk)
                 continue
