@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO
@@ -139,32 +139,67 @@ def _manifest_line(record: memoryview, name: str) -> bytes:
     return f"{hashlib.sha256(record).hexdigest()}  {name}\n".encode()
 
 
-def import_archive(
-    stream: BinaryIO, roots: Sequence[str], *, advance: Callable[[int], None] = lambda _n: None
-) -> Imported:
-    """Store the records of an archive in a volume.
+class ArchiveReader:
+    """Takes an archive apart and believes nothing of it: each call raises DamageError where it is not as it should be.
 
-    Args:
-        stream: The archive.
-        roots: Directories of one volume.
-        advance: Called with the bytes of each record.
     Raises:
-        DamageError: The archive is cut, or has anything that export_archive() does not write; records that came
-            before that were whole and stay.
-        FormatVersionError: An archive of a newer format.
-        StorageError: The volume cannot be opened, or takes no more records.
+        DamageError: No archive of Rewarm, or its head is damaged.
+        FormatVersionError: Of a newer format.
     """
-    members = read_members(stream)
-    namespaces = _read_head(next(members, None))
-    with ExitStack() as stack:
-        engine = stack.enter_context(closing(open_engine(EngineConfig())))
-        volume = stack.enter_context(closing(Volume.open(roots, engine=engine)))
-        opened = {n.id: volume.namespace(n.identity, payload_bytes=n.payload_bytes) for n in namespaces}
-        volume.wait_scanned()
-        importer = _Importer(volume, opened, advance)
-        stack.callback(importer.close)
-        importer.take(members)
-        return importer.done
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._members = read_members(stream)
+        self._manifest = hashlib.sha256()
+        self._manifest_bytes = 0
+        self.namespaces = {n.id: n for n in _read_head(next(self._members, None))}
+
+    @property
+    def largest_bytes(self) -> int:
+        """Length of the largest record that may come."""
+        return max((n.record_bytes for n in self.namespaces.values()), default=PAGE_BYTES)
+
+    def read_record(self, buffer: memoryview) -> tuple[NamespaceFile, bytes] | None:
+        """Read the next record and check it.
+
+        Args:
+            buffer: Room for the largest record; it begins with the record's file.
+        Returns:
+            Namespace and key; None at the end of the archive, once its manifest was found right.
+        Raises:
+            DamageError: The archive is cut, or has anything that export_archive() does not write.
+        """
+        member = next(self._members, None)
+        if member is None:
+            raise DamageError("the archive has no manifest: it is cut short")
+        if member.name == MANIFEST_NAME:
+            self._check_manifest(member)
+            return None
+        match = _RECORD_NAME.fullmatch(member.name)
+        namespace = self.namespaces.get(bytes.fromhex(match[1])) if match else None
+        if match is None or namespace is None:
+            raise DamageError(f"the archive has {member.name[:200]!a}, which is no record of its namespaces")
+        if member.num_bytes != namespace.record_bytes:
+            raise DamageError(f"the archive has a record of {member.num_bytes} bytes, not {namespace.record_bytes}")
+        key, record = bytes.fromhex(match[3]), buffer[: namespace.record_bytes]
+        member.read_into(record)
+        check_record(record, key, namespace)
+        line = _manifest_line(record, member.name)
+        self._manifest.update(line)
+        self._manifest_bytes += len(line)
+        return namespace, key
+
+    def _check_manifest(self, member: Member) -> None:
+        digest = hashlib.sha256()
+        left = member.num_bytes if member.num_bytes == self._manifest_bytes else 0
+        while left:
+            piece = bytearray(min(left, _PIECE_BYTES))
+            member.read_into(memoryview(piece))
+            digest.update(piece)
+            left -= len(piece)
+        if member.num_bytes != self._manifest_bytes or digest.digest() != self._manifest.digest():
+            raise DamageError("the archive's manifest does not match its records: some are missing or were added")
+        if next(self._members, None) is not None:
+            raise DamageError("the archive goes on after its manifest")
 
 
 def _read_head(member: Member | None) -> list[NamespaceFile]:
@@ -193,32 +228,60 @@ def _described(entry: Mapping[str, Any]) -> NamespaceFile:
     return namespace
 
 
-class _Importer:
-    """Checks records and stores them, a few at once."""
+def import_archive(
+    stream: BinaryIO, roots: Sequence[str], *, advance: Callable[[int], None] = lambda _n: None
+) -> Imported:
+    """Store the records of an archive in a volume.
 
-    def __init__(self, volume: Volume, namespaces: Mapping[bytes, Namespace], advance: Callable[[int], None]) -> None:
+    Args:
+        stream: The archive.
+        roots: Directories of one volume.
+        advance: Called with the bytes of each record.
+    Raises:
+        DamageError: The archive is cut, or has anything that export_archive() does not write; records that came
+            before that were whole and stay.
+        FormatVersionError: An archive of a newer format.
+        StorageError: The volume cannot be opened, or takes no more records.
+    """
+    reader = ArchiveReader(stream)
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(open_engine(EngineConfig())))
+        volume = stack.enter_context(closing(Volume.open(roots, engine=engine)))
+        importer = _Importer(volume, reader)
+        stack.callback(importer.close)
+        importer.run(advance)
+        return importer.done
+
+
+class _Importer:
+    """Stores the records of an archive, a few at once."""
+
+    def __init__(self, volume: Volume, reader: ArchiveReader) -> None:
         self.done = Imported()
         self._volume = volume
-        self._namespaces = namespaces
-        self._advance = advance
-        self._manifest = hashlib.sha256()
-        self._manifest_bytes = 0
-        largest = max((n.file.record_bytes for n in namespaces.values()), default=PAGE_BYTES)
-        count = max(2, min(_MAX_BUFFERS, _BUFFER_BYTES // largest))
-        self._free = [AlignedBuffer(largest) for _ in range(count)]
+        self._reader = reader
+        self._namespaces = {
+            n.id: volume.namespace(n.identity, payload_bytes=n.payload_bytes) for n in reader.namespaces.values()
+        }
+        volume.wait_scanned()
+        count = max(2, min(_MAX_BUFFERS, _BUFFER_BYTES // reader.largest_bytes))
+        self._free = [AlignedBuffer(reader.largest_bytes) for _ in range(count)]
         self._under_way: list[tuple[AlignedBuffer, Namespace, bytes, StoreHandle]] = []
 
-    def take(self, members: Iterator[Member]) -> None:
-        """All of an archive after its head."""
-        for member in members:
-            if member.name == MANIFEST_NAME:
-                self._check_manifest(member)
-                break
-            self._take_record(member)
-        else:
-            raise DamageError("the archive has no manifest: it is cut short")
-        if next(members, None) is not None:
-            raise DamageError("the archive goes on after its manifest")
+    def run(self, advance: Callable[[int], None]) -> None:
+        """All of them."""
+        while found := self._reader.read_record(self._free[-1].view):
+            file, key = found
+            namespace, buffer = self._namespaces[file.id], self._free.pop()
+            is_present = namespace.contains(key)
+            self.done.num_present += is_present
+            self.done.num_records += not is_present
+            self.done.num_bytes += file.record_bytes
+            handle = namespace.store([(key, buffer.address + PAGE_BYTES)])
+            self._under_way.append((buffer, namespace, key, handle))
+            advance(file.record_bytes)
+            if not self._free:
+                self._settle()
         while self._under_way:
             self._settle()
 
@@ -228,31 +291,6 @@ class _Importer:
             handle.wait()
         for buffer in [*self._free, *(entry[0] for entry in self._under_way)]:
             buffer.close()
-
-    def _take_record(self, member: Member) -> None:
-        match = _RECORD_NAME.fullmatch(member.name)
-        namespace = self._namespaces.get(bytes.fromhex(match[1])) if match else None
-        if match is None or namespace is None:
-            raise DamageError(f"the archive has {member.name[:200]!a}, which is no record of its namespaces")
-        num_bytes = namespace.file.record_bytes
-        if member.num_bytes != num_bytes:
-            raise DamageError(f"the archive has a record of {member.num_bytes} bytes, not {num_bytes}")
-        if not self._free:
-            self._settle()
-        key, buffer = bytes.fromhex(match[3]), self._free[-1]
-        record = buffer.view[:num_bytes]
-        member.read_into(record)
-        check_record(record, key, namespace.file)
-        line = _manifest_line(record, member.name)
-        self._manifest.update(line)
-        self._manifest_bytes += len(line)
-        is_present = namespace.contains(key)
-        self.done.num_present += is_present
-        self.done.num_records += not is_present
-        self.done.num_bytes += num_bytes
-        handle = namespace.store([(key, buffer.address + PAGE_BYTES)])
-        self._under_way.append((self._free.pop(), namespace, key, handle))
-        self._advance(num_bytes)
 
     def _settle(self) -> None:
         """Bring the oldest store to its end; one that found no room is tried again."""
@@ -276,14 +314,3 @@ class _Importer:
         end = time.monotonic() + _TRY_WAIT_S
         while time.monotonic() < end and any(root.health.stores.is_on for root in self._volume.roots):
             time.sleep(_STEP_S)
-
-    def _check_manifest(self, member: Member) -> None:
-        digest = hashlib.sha256()
-        left = member.num_bytes if member.num_bytes == self._manifest_bytes else 0
-        while left:
-            piece = bytearray(min(left, _PIECE_BYTES))
-            member.read_into(memoryview(piece))
-            digest.update(piece)
-            left -= len(piece)
-        if member.num_bytes != self._manifest_bytes or digest.digest() != self._manifest.digest():
-            raise DamageError("the archive's manifest does not match its records: some are missing or were added")
