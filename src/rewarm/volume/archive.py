@@ -209,7 +209,7 @@ def _read_head(member: Member | None) -> list[NamespaceFile]:
     member.read_into(memoryview(content))
     try:
         document = json.loads(content)
-        if document["format"] != HEAD_NAME or type(document["version"]) is not int:
+        if document["format"] != HEAD_NAME or type(document["version"]) is not int or document["version"] < 1:
             raise DamageError("this is no archive of Rewarm")
         if document["version"] > ARCHIVE_VERSION:
             raise FormatVersionError("the archive", found=document["version"], known=ARCHIVE_VERSION)

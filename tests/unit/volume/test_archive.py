@@ -142,6 +142,7 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     "the head is deep": edited(content(0, lambda text: b"[" * 100_000)),
     "another format": edited(head(format="rewarm.volume")),
     "version as text": edited(head(version="1")),
+    "version 0": edited(head(version=0)),
     "namespaces is a number": edited(head(namespaces=5)),
     "a namespace is a number": edited(head(namespaces=[5])),
     "payload below 0": edited(head(namespaces=[{"id": ZEROS, "payload_bytes": -1, "identity": {}}])),
