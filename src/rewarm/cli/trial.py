@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from rewarm import __version__
 from rewarm.cli.common import is_quiet, json_option, note, print_json, print_table, quiet_option
 from rewarm.errors import DamageError, ExitCode
 from rewarm.trial.analysis import analyse
@@ -135,7 +136,10 @@ def verify(folder: Path, as_json: bool) -> ExitCode:
     for line in found:
         note(line)
     if found:
-        raise DamageError(f"{folder} is not as it was written", hint="the lines above name what differs")
+        hint = "the lines above name what differs"
+        if result.get("rewarm", __version__) != __version__:
+            hint += f"; it was made by rewarm {result['rewarm']}, which may compute otherwise: verify it with that one"
+        raise DamageError(f"{folder} is not as it was written", hint=hint)
     return ExitCode.DONE
 
 
