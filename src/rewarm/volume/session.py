@@ -49,13 +49,20 @@ class Session:
         self._file_number = 0
         self._file_bytes = 0
         self._temporary_number = 0
-        self._log_descriptor = -1
+        self._lock_descriptor = self._log_descriptor = -1
         # Locked before it has its name, so that no janitor takes it for a dead one.
         unnamed = os.path.join(paths.sessions, f"{NEW_PREFIX}{name}")
         os.mkdir(unnamed, DIR_MODE)
-        self._lock_descriptor = open_regular(os.path.join(unnamed, "lock"), os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(unnamed, self.directory)
+        try:
+            self._lock_descriptor = open_regular(os.path.join(unnamed, "lock"), os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.set_inflight(0)  # while there is room for it
+            os.rename(unnamed, self.directory)
+        except BaseException:
+            if self._lock_descriptor >= 0:
+                os.close(self._lock_descriptor)
+            SessionReader(unnamed).remove()
+            raise
 
     def note(self, did: Did, namespace_id: bytes, keys: Iterable[bytes]) -> None:
         """Remember for the log; in memory until flush()."""

@@ -8,13 +8,15 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from rewarm.engine.base import Engine
 from rewarm.errors import BusyError, DamageError, StorageError, UsageError, VolumeClosed
 from rewarm.metrics import Counters
+from rewarm.units import MIB
 from rewarm.volume.count import recount
+from rewarm.volume.evict import evict_until
 from rewarm.volume.handles import StoreHandle
 from rewarm.volume.janitor.process import JanitorProcess
 from rewarm.volume.keeper import Keeper, StoreItem
@@ -37,6 +39,8 @@ from rewarm.volume.usage import UsageFile, read_usage
 _log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
+ROOM_TO_OPEN_BYTES = 4 * MIB
+"""Evicted where a full disk has no room for a session's few files."""
 _MAX_DAMAGED = 10_000
 
 
@@ -107,18 +111,18 @@ class Volume:
             for path, file in read_roots(roots).items():
                 opened.append(_open_root(path, file, read_only=read_only))
             process = JanitorProcess([root.name for root in opened]) if janitor and not read_only else None
+            return cls(
+                opened,
+                engine=engine,
+                counters=counters or Counters(),
+                read_only=read_only,
+                durable=durable,
+                janitor=process,
+            )
         except BaseException:
             for root in opened:
                 _close_root(root)
             raise
-        return cls(
-            opened,
-            engine=engine,
-            counters=counters or Counters(),
-            read_only=read_only,
-            durable=durable,
-            janitor=process,
-        )
 
     @property
     def id(self) -> str:
@@ -270,22 +274,7 @@ def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
     paths = RootPaths(path)
     try:
         identity = file_identity(paths.volume_file)
-        session = None
-        if not read_only:
-            _make_state(paths)
-            recovery = recover_root(paths)
-            if recovery is not None and recovery.num_removed:
-                _log.warning(
-                    "%s: %d of %d records were not whole after an unclean stop and were removed",
-                    path,
-                    recovery.num_removed,
-                    recovery.num_records,
-                )
-            usage = UsageFile(paths.usage)
-            if not usage.read().is_known or (recovery is not None and recovery.num_records):
-                recount(paths, usage)
-            usage.close()
-            session = Session(paths)
+        session = None if read_only else _begin_session(paths)
     except OSError as error:
         hint = "open it read-only, or give the directory to the user that runs the server"
         raise StorageError(
@@ -295,6 +284,34 @@ def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
             hint=hint if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS} else "",
         ) from error
     return Root(paths, file, session, UsageFile(paths.usage), identity=identity)
+
+
+def _begin_session(paths: RootPaths) -> Session:
+    """Bring a root in order and begin; where the disk is full, some records make room for that first."""
+    try:
+        return _bring_in_order(paths)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+    used_bytes = read_usage(paths.usage).used_bytes
+    evict_until([paths.root], lambda capacity: min(capacity, capacity - used_bytes + ROOM_TO_OPEN_BYTES))
+    return _bring_in_order(paths)
+
+
+def _bring_in_order(paths: RootPaths) -> Session:
+    _make_state(paths)
+    recovery = recover_root(paths)
+    if recovery is not None and recovery.num_removed:
+        _log.warning(
+            "%s: %d of %d records were not whole after an unclean stop and were removed",
+            paths.root,
+            recovery.num_removed,
+            recovery.num_records,
+        )
+    with closing(UsageFile(paths.usage)) as usage:
+        if not usage.read().is_known or (recovery is not None and recovery.num_records):
+            recount(paths, usage)
+    return Session(paths)
 
 
 def _make_state(paths: RootPaths) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,21 @@ def test_a_full_disk_without_a_janitor_pauses_stores(small_disk: Callable[[str],
     assert not list(Path(root, ".rewarm", "sessions").glob("*/tmp-*"))
     count = len(record_files(root))
     wait_for(lambda: read_usage(RootPaths(root).usage).used_bytes == count * RECORD_BYTES, "the budget")
+
+
+def test_a_server_starts_on_a_full_disk(small_disk: Callable[[str], Path], bench: Bench) -> None:
+    root = str(small_disk("size=40m") / "kv")
+    create_volume([root], capacity_bytes=20 * MIB)
+    volume = bench.open(root)
+    assert all(store(namespace_of(volume), range(200)))
+    volume.close()
+    with (Path(root).parent / "others").open("wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    again = bench.open(root)
+    namespace = namespace_of(again)
+    assert 100 < load(namespace, range(200)).count(Outcome.HIT) < 200, "some made room for the session"
+    assert store(namespace, [1000]) == [True]
 
 
 def test_a_volume_full_without_a_janitor_pauses_stores(tmp_path: Path, bench: Bench) -> None:
