@@ -25,6 +25,8 @@ STOP_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 180.0
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 256
+SHARED_MEMORY = Path("/dev/shm")
+RANKS_ON_CPU = "cpushm"
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
@@ -57,6 +59,7 @@ class Server:
         transfer: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._shared_before = set(SHARED_MEMORY.glob("vllm_dist_*"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -99,6 +102,8 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its own session: what it left behind
         self.process.wait(STOP_LIMIT_S)
+        for left in set(SHARED_MEMORY.glob(f"vllm_dist_*{RANKS_ON_CPU}_*")) - self._shared_before:
+            left.unlink(missing_ok=True)  # vLLM 0.32 leaves what its ranks on CPU talk through
 
     def log_tail(self, num_lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
