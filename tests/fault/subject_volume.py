@@ -190,6 +190,7 @@ class VolumeSubject:
             janitor = RootJanitor(str(self.root))
             janitor.prepare()
             janitor.step()
+            janitor._usage.close()
             found = untidy_root(self.root, self.num_sessions)
             if not found:
                 break
