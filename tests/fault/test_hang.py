@@ -1,0 +1,42 @@
+"""A root that hangs: the server goes on answering, with right bytes, and uses the root again when it answers again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import faultshim
+import pytest
+
+from rewarm.engine import probe_engines
+
+pytest.importorskip("vllm", reason="needs vLLM's scheduler and connector classes")
+
+MISSING = faultshim.missing() or probe_engines()["threads"]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+PROGRAM = Path(__file__).with_name("run.py")
+
+
+def hang(seconds: float) -> dict[str, Any]:
+    command = [sys.executable, str(PROGRAM), "--hang", str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return dict(json.loads(done.stdout))
+
+
+def test_requests_are_answered_while_the_root_hangs() -> None:
+    report = hang(seconds=0)  # as long as 20 requests take
+    assert report["answered"] >= 20
+    assert report["operations_hung_at_the_end"] > 0
+    assert report["loads_given_up"] > 0
+
+
+@pytest.mark.deep
+def test_a_minute() -> None:
+    report = hang(seconds=60)
+    assert report["hung_s"] >= 60
+    for calls in report["slowest_call_ms"].values():
+        assert max(calls.values()) < 1000
