@@ -102,6 +102,9 @@ class Subject(Protocol):
     def record(self, prompt: Any, index: int, sibling: int) -> Record:
         """The file of chunk ``index``."""
 
+    def make_archive(self, prompt: Any) -> None:
+        """Store a prompt, export it, and start anew on an empty root."""
+
     def job(self, name: str, prompt: Any) -> tuple[Job, tuple[Any, ...]]:
         """A function for a child process, with its arguments: "store", "evict" or "import"."""
 
@@ -272,8 +275,7 @@ class Campaign:
         limit = self._count_steps(case.fault.phase, Op.CHANGE)
         prompt = subject.prompt(rng)
         row.chunks = subject.chunks(prompt)
-        if name == "evict":
-            subject.store(prompt)
+        self._prepare(name, prompt)
         nth, action = rng.randint(1, limit), rng.choice(KILLS)
         died = self._child(name, prompt, action, nth)
         row.fired = died
@@ -284,10 +286,24 @@ class Campaign:
             if subject.counts and (outcome.damaged or outcome.io_errors):
                 row.complaints.append(f"{life} counted {outcome.damaged} damaged, {outcome.io_errors} I/O errors")
             subject.reopen()
+        if name == "import":
+            self._child(name, prompt, Action.COUNT, 1)
+            subject.reopen()
+            outcome = subject.load(prompt)
+            self._take(row, outcome)
+            if outcome.good != row.chunks:
+                row.complaints.append(f"imported again, but {outcome.good} of {row.chunks} chunks are served")
         self._judge_healed(row, prompt)
         row.complaints += subject.untidy()
 
     # Helpers
+
+    def _prepare(self, name: str, prompt: Any) -> None:
+        """What an action needs before it starts: an eviction something to evict, an import an archive."""
+        if name == "evict":
+            self.subject.store(prompt)
+        elif name == "import":
+            self.subject.make_archive(prompt)
 
     def _stored_prompt(self, rng: random.Random, row: Row) -> tuple[Any, int, int]:
         prompt = self.subject.prompt(rng)
@@ -349,8 +365,7 @@ class Campaign:
                 self.shim.disarm()
             else:
                 name = phase.name.removeprefix("KILL_").lower()
-                if name == "evict":
-                    self.subject.store(prompt)
+                self._prepare(name, prompt)
                 self._child(name, prompt, Action.COUNT, 1)
                 seen = self._child_seen
             self._steps[phase, ops] = max(1, seen)

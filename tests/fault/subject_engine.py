@@ -53,6 +53,9 @@ class EngineSubject:
         """Another one; nothing here needs it."""
         return EngineSubject(self.kind)
 
+    def make_archive(self, prompt: list[bytes]) -> None:
+        """It has no archives."""
+
     def expect_full(self) -> None:
         """It has nothing that makes room."""
 

@@ -37,6 +37,9 @@ class FsSubject:
         """Another one; nothing here needs it."""
         return FsSubject()
 
+    def make_archive(self, prompt: list[bytes]) -> None:
+        """It has no archives."""
+
     def expect_full(self) -> None:
         """It has nothing that makes room."""
 

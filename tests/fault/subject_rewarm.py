@@ -26,10 +26,8 @@ from mini_server import (
     make_vllm_config,
     write_tiny_model,
 )
-from subject_volume import CAPACITY, VolumeSubject
+from subject_volume import CAPACITY, WAIT_S, VolumeSubject
 
-import rewarm.adapters.vllm.connector
-import rewarm.volume.volume
 from rewarm.engine.record import PAGE_BYTES, record_bytes
 from rewarm.kv.keys import chunk_key
 from rewarm.volume import create_volume
@@ -46,17 +44,6 @@ SESSIONS_A_SERVER = 2
 """One of the scheduler's half, one of the rank."""
 
 
-class _NoJanitor:
-    """In the place of a server's own janitor process."""
-
-    def __init__(self, roots: list[str]) -> None: ...
-    def ensure(self) -> None: ...
-    def close(self) -> None: ...
-
-
-rewarm.volume.volume.JanitorProcess = _NoJanitor  # type: ignore[assignment,misc]
-
-
 class Server:
     """One life of a server, in the tokens and chunks that the campaign speaks of."""
 
@@ -64,6 +51,9 @@ class Server:
         self.mini = MiniServer(config, NUM_BLOCKS, model)
         self.scheduler = self.mini.scheduler.connector
         self.counters = self.mini.worker._counters
+        # What a case expects must not hang on how soon the scan of this life has ended.
+        self.mini.drain(lambda: self.scheduler._scheduler._directory is not None, "the rank's layout")
+        assert self.scheduler._volume.wait_scanned(WAIT_S)
 
     def serve(self, prompt: list[int]) -> Served:
         """Serve a prompt and wait until its stores are written or given up."""

@@ -6,15 +6,18 @@ Evictions run in a child that may be killed; each such case has a root of its ow
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from campaign import Outcome
 from derived import POISON, derived_block
-from faultlist import Fault, Layout, Phase, Record
+from faultlist import Fault, Layout, Record
 from headerpage import USED_BYTES
 
+import rewarm.volume.archive
+import rewarm.volume.volume
 from rewarm.engine import EngineConfig, alloc_aligned, open_engine
 from rewarm.engine.base import RecordTarget, ToMemory, ToSlot
 from rewarm.engine.memory import view_at
@@ -22,6 +25,7 @@ from rewarm.engine.record import PAGE_BYTES, record_bytes
 from rewarm.metrics import Counters
 from rewarm.volume import LoadHandle, Namespace, Volume, create_volume
 from rewarm.volume import Outcome as Ended
+from rewarm.volume.archive import export_archive, import_archive
 from rewarm.volume.janitor.process import JanitorProcess
 from rewarm.volume.janitor.root import RootJanitor
 from rewarm.volume.layout import RootPaths
@@ -37,6 +41,17 @@ MOST_CHUNKS = 5
 CAPACITY = 256 << 20
 WAIT_S = 30.0
 ROUNDS = 5
+
+
+class _NoJanitor:
+    """In the place of a janitor process of a volume's own: one janitor serves all lives on a root."""
+
+    def __init__(self, roots: list[str]) -> None: ...
+    def ensure(self) -> None: ...
+    def close(self) -> None: ...
+
+
+rewarm.volume.volume.JanitorProcess = _NoJanitor  # type: ignore[assignment,misc]
 
 
 class Life:
@@ -111,8 +126,8 @@ class VolumeSubject:
         self._to_slots = False
 
     def applies(self, fault: Fault) -> bool:
-        """Import is the command line's."""
-        return fault.phase is not Phase.KILL_IMPORT
+        """All of them do."""
+        return True
 
     def twin(self) -> VolumeSubject:
         """Another one, for a root of its own."""
@@ -175,10 +190,27 @@ class VolumeSubject:
         mine, other, key = self.life.mine.id, self.life.other.id, prompt[index]
         return Record(Path(path(mine, key)), self.layout, Path(path(mine, prompt[sibling])), Path(path(other, key)))
 
+    def make_archive(self, prompt: list[bytes]) -> None:
+        """Store a prompt, export it, and start anew on an empty root."""
+        self._begin_anew()
+        self.store(prompt)
+        with (self.root.parent / "archive.tar").open("wb") as stream:
+            exported = export_archive([str(self.root)], stream)
+        assert exported.num_records == self.chunks(prompt)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.end()
+        shutil.rmtree(self.root)
+        self.root.mkdir()
+        self.begin(self.root)
+
     def job(self, name: str, prompt: list[bytes]) -> tuple[Job, tuple[Any, ...]]:
         """What a child does until it is killed."""
         if name == "evict":
             return evict_in_child, (str(self.root),)
+        if name == "import":
+            return import_in_child, (self.kind, str(self.root), str(self.root.parent / "archive.tar"))
         return store_in_child, (self.kind, str(self.root), prompt)
 
     def untidy(self) -> list[str]:
@@ -218,6 +250,13 @@ def store_in_child(kind: str, root: str, prompt: list[bytes]) -> None:
     life = Life(Path(root), kind)
     life.store(prompt, life.mine, "model")
     life.close()
+
+
+def import_in_child(kind: str, root: str, archive: str) -> None:
+    """`rewarm volume import`, ended in the middle."""
+    rewarm.volume.archive.open_engine = lambda _: open_engine(EngineConfig(kind=kind))  # type: ignore[assignment]
+    with Path(archive).open("rb") as stream:
+        import_archive(stream, [root])
 
 
 def evict_in_child(root: str) -> None:
