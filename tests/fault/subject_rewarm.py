@@ -7,6 +7,7 @@ times is the server, not Python.
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
     import random
 
     from zygote import Job
+
+for _name in ("config.device", "distributed.kv_transfer.kv_connector.factory", "forward_context", "utils.hashing",
+              "model_executor.models.config", "v1.attention.backends.utils", "v1.core.sched.scheduler",
+              "v1.executor.uniproc_executor", "v1.outputs", "v1.request", "v1.structured_output"):  # fmt: skip
+    importlib.import_module(f"vllm.{_name}")
+importlib.import_module("rewarm.adapters.vllm.connector")  # all of them now, so that forked children need not
 
 NUM_BLOCKS = 64
 PAYLOAD = NUM_LAYERS * CHUNK_BLOCKS * 2 * NUM_KV_HEADS * BLOCK_TOKENS * HEAD_SIZE * 4

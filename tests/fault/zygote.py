@@ -6,6 +6,7 @@ It is forked off before any thread or engine exists, so that its children start 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import select
@@ -89,7 +90,7 @@ class Zygote:
     def _child(job: Job, args: tuple[Any, ...], control: Path | None, limit_s: float) -> None:
         code = 3
         try:
-            signal.alarm(int(limit_s))  # a child that hangs ends with SIGALRM, which is no expected death
+            faulthandler.dump_traceback_later(limit_s, exit=True)  # a child that hangs says where, and ends with 1
             if control is not None:
                 Shim.attach(control)
             job(*args)

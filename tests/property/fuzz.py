@@ -1,9 +1,9 @@
-"""Seeded fuzzing of what Rewarm parses: header pages of records.
+"""Seeded fuzzing of what Rewarm parses and may come from anybody: header pages of records, archives of records.
 
-Run by test_fuzz.py, or by hand::
+By hand::
 
-    python tests/property/fuzz.py --seed 1 --count 20000             # a sample
-    python tests/property/fuzz.py --seed 1 --first 137 --count 1     # one case again
+    python tests/property/fuzz.py headers --seed 1 --count 20000             # a sample
+    python tests/property/fuzz.py archives --seed 1 --first 137 --count 1    # one case again
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from archive_cases import archive_case
+from archive_reader import no_disk, wrong_about
 from header_cases import header_page
 from header_judge import PAGE, Fields, Verdict, fields, judge
 
@@ -28,6 +30,7 @@ from rewarm.engine import _native
 from rewarm.engine.record import parse_header
 from rewarm.errors import DamageError, FormatVersionError
 
+Found = tuple[Counter[str], list[str]]
 Parser = Callable[[bytes], "Fields | Verdict"]
 """The fields of a whole page, or why there are none. Anything else that it raises is a finding."""
 
@@ -91,8 +94,9 @@ def _short(said: object) -> str:
     return said.value if isinstance(said, Verdict) else str(said)
 
 
-def fuzz(seed: int, count: int, first: int, known: dict[str, Parser]) -> tuple[Counter[str], list[str]]:
+def fuzz_headers(seed: int, count: int, first: int = 0, known: dict[str, Parser] | None = None) -> Found:
     """Cases by verdict, and findings with their number."""
+    known = parsers() if known is None else known
     verdicts: Counter[str] = Counter()
     findings: list[str] = []
     for number in range(first, first + count):
@@ -102,20 +106,36 @@ def fuzz(seed: int, count: int, first: int, known: dict[str, Parser]) -> tuple[C
     return verdicts, findings
 
 
+def fuzz_archives(seed: int, count: int, first: int = 0) -> Found:
+    """Cases by what became of them, and findings with their number."""
+    outcomes: Counter[str] = Counter()
+    findings: list[str] = []
+    with no_disk() as volume:
+        for number in range(first, first + count):
+            raw, expected, is_certain = archive_case(seed, number)
+            outcome, finding = wrong_about(raw, expected, is_certain=is_certain, volume=volume)
+            outcomes[outcome] += 1
+            findings += [f"case {number}: {finding}"] if finding else []
+    return outcomes, findings
+
+
+TARGETS: dict[str, Callable[[int, int, int], Found]] = {"headers": fuzz_headers, "archives": fuzz_archives}
+
+
 def main(argv: list[str]) -> int:
-    """Exit code 1 when a parser is wrong about one page."""
+    """Exit code 1 when something is wrong about one case."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("target", choices=TARGETS)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--count", type=int, default=20_000)
     args = options.parse_args(argv)
     started = time.monotonic()
-    known = parsers()
-    verdicts, findings = fuzz(args.seed, args.count, args.first, known)
+    outcomes, findings = TARGETS[args.target](args.seed, args.count, args.first)
     for line in findings[:20]:
         print(line, file=sys.stderr)
     report = {
-        "seed": args.seed, "cases": args.count, "parsers": list(known), "verdicts": dict(verdicts),
+        "target": args.target, "seed": args.seed, "cases": args.count, "outcomes": dict(outcomes),
         "findings": len(findings), "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
     print(json.dumps(report, indent=1))
