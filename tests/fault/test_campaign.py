@@ -89,3 +89,13 @@ def test_a_broken_reader_below_the_connector_is_seen() -> None:
     only = ["--kind=flip-payload", "--kind=swap"]
     report, _ = campaign("--engine", "pure", "--broken", "reader", "--count", "6", *only)
     assert report["wrong_blocks_served"] >= 6
+
+
+@pytest.mark.deep
+@pytest.mark.vllm
+def test_ten_thousand() -> None:
+    """Keeps its figures in bench/results/faults.json."""
+    pytest.importorskip("vllm", reason="needs vLLM's own classes")
+    command = [sys.executable, str(PROGRAM.with_name("results.py")), "--count", "10000", "--parallel", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * 3600, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Drives rewarm.volume.archive.import_archive without a disk: the volume that it opens only looks at what it is given."""
+"""Drives rewarm.volume.archive.import_archive without a disk: the volume it opens only looks at what it is given."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ By hand::
 
     python tests/property/fuzz.py headers --seed 1 --count 20000             # a sample
     python tests/property/fuzz.py archives --seed 1 --first 137 --count 1    # one case again
+    python tests/property/fuzz.py both --count 1000000 --results bench/results/fuzz.json
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
-import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
@@ -26,6 +28,8 @@ from archive_reader import no_disk, wrong_about
 from header_cases import header_page
 from header_judge import PAGE, Fields, Verdict, fields, judge
 
+from rewarm.bench import environment
+from rewarm.bench.report import Figure, Report, measured, with_goal
 from rewarm.engine import _native
 from rewarm.engine.record import parse_header
 from rewarm.errors import DamageError, FormatVersionError
@@ -122,24 +126,47 @@ def fuzz_archives(seed: int, count: int, first: int = 0) -> Found:
 TARGETS: dict[str, Callable[[int, int, int], Found]] = {"headers": fuzz_headers, "archives": fuzz_archives}
 
 
+ARCHIVES_IN = 10
+"""Of so many cases one is an archive, where both are fuzzed: one costs as much as twenty headers."""
+
+
 def main(argv: list[str]) -> int:
     """Exit code 1 when something is wrong about one case."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("target", choices=TARGETS)
+    options.add_argument("target", choices=[*TARGETS, "both"])
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--count", type=int, default=20_000)
+    options.add_argument("--results", type=Path, help="keep the figures here")
     args = options.parse_args(argv)
-    started = time.monotonic()
-    outcomes, findings = TARGETS[args.target](args.seed, args.count, args.first)
-    for line in findings[:20]:
-        print(line, file=sys.stderr)
-    report = {
-        "target": args.target, "seed": args.seed, "cases": args.count, "outcomes": dict(outcomes),
-        "findings": len(findings), "seconds": round(time.monotonic() - started, 1),
-    }  # fmt: skip
-    print(json.dumps(report, indent=1))
-    return 1 if findings else 0
+    archives = args.count // ARCHIVES_IN
+    shares = (
+        {"headers": args.count - archives, "archives": archives} if args.target == "both" else {args.target: args.count}
+    )
+    started, begun = datetime.now(tz=timezone.utc), time.monotonic()
+    where = environment.describe(Path.cwd())
+    made: list[Figure] = []
+    notes: list[str] = [f"header parsers: {', '.join(parsers())}"]
+    num_findings = 0
+    for target, count in shares.items():
+        outcomes, findings = TARGETS[target](args.seed, count, args.first)
+        for line in findings[:20]:
+            print(f"{target}: {line}", file=sys.stderr)
+        num_findings += len(findings)
+        made.append(measured(f"fuzz.{target}.cases", "", [count]))
+        made.append(with_goal(measured(f"fuzz.{target}.findings", "", [len(findings)]), "0", holds=not findings))
+        notes.append(f"{target}: seed {args.seed}, {dict(outcomes)}")
+    print("\n".join(notes), f"{num_findings} findings", sep="\n")
+    if args.results:
+        command = f"python tests/property/fuzz.py {args.target} --seed {args.seed} --count {args.count}"
+        conditions = where | {"loadavg_after": list(os.getloadavg())}
+        seconds = round(time.monotonic() - begun, 1)
+        report = Report(
+            command=command, started=started.isoformat(timespec="seconds"), seconds=seconds, figures=made,
+            environment=conditions, notes=notes,
+        )  # fmt: skip
+        args.results.write_text(report.to_json(), encoding="utf-8")
+    return 1 if num_findings else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fuzz
 import pytest
 from fuzz import Fields, Parser, Verdict, disagreements, fuzz_headers, parsers, pure_parser
 from headerpage import seal
@@ -93,3 +94,10 @@ def test_both_parsers_take_part() -> None:
 def test_a_broken_parser_is_caught(broken: Parser) -> None:
     _, findings = fuzz_headers(seed=1, count=500, known={"broken": broken})
     assert findings
+
+
+@pytest.mark.deep
+def test_a_million() -> None:
+    """Headers and archives; keeps its figures in bench/results/fuzz.json."""
+    kept = Path(__file__).resolve().parents[2] / "bench" / "results" / "fuzz.json"
+    assert fuzz.main(["both", "--count", "1000000", "--results", str(kept)]) == 0
