@@ -3,7 +3,7 @@
 ::
 
     python tests/fault/results.py --count 10000 --parallel 5      # writes bench/results/faults.json
-    python tests/fault/results.py --table                         # its table, for docs/guides/faults.md
+    python tests/fault/results.py --page                          # puts its table into docs/guides/faults.md
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from rewarm.bench.report import Figure, Report, measured, with_goal
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "faults.json"
+PAGE = ROOT / "docs" / "guides" / "faults.md"
+BEGIN, END = "<!-- table -->", "<!-- /table -->"
 PROGRAM = Path(__file__).with_name("run.py")
 HANG_S = 60.0
 
@@ -118,6 +120,13 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join([*lines, f"| **all** | {' | '.join(cells)} |"])
 
 
+def page_with(document: dict[str, Any]) -> str:
+    """The page as it is, with the table of these results."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(document)}\n{END}{after}"
+
+
 def main(argv: list[str]) -> int:
     """Exit code 1 when a goal does not hold."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,10 +134,10 @@ def main(argv: list[str]) -> int:
     options.add_argument("--parallel", type=int, default=1, help="runs at once, each with a seed of its own")
     options.add_argument("--reports", type=Path, help="take the reports of runs that were done, from this folder")
     options.add_argument("--out", type=Path, default=RESULTS)
-    options.add_argument("--table", action="store_true", help="print the table of --out and do nothing else")
+    options.add_argument("--page", action="store_true", help="put the table of --out into the page, no more")
     args = options.parse_args(argv)
-    if args.table:
-        print(table(json.loads(args.out.read_text(encoding="utf-8"))))
+    if args.page:
+        PAGE.write_text(page_with(json.loads(args.out.read_text(encoding="utf-8"))), encoding="utf-8")
         return 0
     started, begun = datetime.now(tz=timezone.utc), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rewarm-faults-") as temporary:

@@ -97,7 +97,7 @@ def cut_by_deadline(server: Server, seed: int) -> None:
     poison_and_let_go(server)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_cut_by_the_deadline(kind: str, start: Callable[[str], Server], seed: int) -> None:
     cut_by_deadline(start(kind), seed)
     prompt = stored_prompt(seed)
@@ -107,7 +107,7 @@ def test_cut_by_the_deadline(kind: str, start: Callable[[str], Server], seed: in
 
 def test_cut_because_the_client_went_away(kind: str, start: Callable[[str], Server]) -> None:
     server = start(kind)
-    for seed in range(6):
+    for seed in range(3):
         prompt = stored_prompt(seed)
         server.serve(prompt)
         server.mini.forget_device_cache()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fuzz
 import pytest
 from fuzz import Fields, Parser, Verdict, disagreements, fuzz_headers, parsers, pure_parser
