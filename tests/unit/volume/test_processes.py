@@ -209,6 +209,19 @@ def test_two_janitors_at_once_are_harmless(root: str, bench: Bench) -> None:
     assert read_usage(RootPaths(root).usage).used_bytes == left * RECORD_BYTES
 
 
+def test_a_janitor_that_knows_only_records_that_are_gone_looks_again(root: str, bench: Bench) -> None:
+    namespace = namespace_of(bench.open(root))
+    assert all(store(namespace, range(8)))
+    janitor = RootJanitor(root)
+    janitor.prepare()
+    for path in record_files(root):
+        path.unlink()
+    assert all(store(namespace, range(100, 108)))
+    assert janitor.evict(2 * RECORD_BYTES) == 2 * RECORD_BYTES
+    janitor.finish()
+    assert len(record_files(root)) == 6
+
+
 def test_a_forked_child_is_told_so(root: str, bench: Bench) -> None:
     volume = bench.open(root)
     namespace = namespace_of(volume)

@@ -170,7 +170,7 @@ class RootJanitor:
                 # The budget says that there is more: records that no log told of, or room that killed writers had.
                 self._order.restore({}, self._present())
                 self._recount()
-                if not batch_bytes:
+                if not batch_bytes and not len(self._order):
                     with self._usage.update() as usage:
                         usage.pressure_bytes = 0
                     break
