@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rewarm.bench.report import Figure, Report
+from rewarm.engine import ENGINE_KINDS
 from rewarm.errors import UnsupportedError, UsageError
 
-_OURS, _OTHERS, _PEER, _FLOOR = "#0b6e4f", ("#5fb08f", "#a9d6c3"), "#b0b0b0", "#c2410c"
+_OURS, _OTHERS = "#0b6e4f", ("#5fb08f", "#a9d6c3")
+_PEER, _WITNESS, _FLOOR = "#8a8a8a", "#c9c9c9", "#c2410c"
 
 
 def write_chart(report: Report, path: Path) -> None:
@@ -68,8 +70,11 @@ def _bars(group: Sequence[Figure]) -> list[tuple[str, str, float, float, float]]
     """(label, colour, median, least, greatest) of each bar of a group."""
     bars = []
     for number, figure in enumerate(group):
-        color = _OTHERS[(number - 1) % len(_OTHERS)] if number else _OURS
-        bars.append((f"rewarm {figure.engine}", color, figure.value, figure.spread.least, figure.spread.greatest))
+        if figure.engine in ENGINE_KINDS:
+            label, color = f"rewarm {figure.engine}", _OTHERS[(number - 1) % len(_OTHERS)] if number else _OURS
+        else:
+            label, color = figure.engine.replace("_", " "), _WITNESS
+        bars.append((label, color, figure.value, figure.spread.least, figure.spread.greatest))
     peers = group[0].rounds.get("peer")
     if group[0].peer is not None and peers:
         bars.append(("vLLM fs tier", _PEER, group[0].peer, min(peers), max(peers)))

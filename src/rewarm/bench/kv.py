@@ -44,9 +44,9 @@ class Plan:
     read_shapes: tuple[Shape, ...] = _ONE + _FOUR + _SIXTEEN
     store_shapes: tuple[Shape, ...] = _ONE
     gil_shape: Shape = _ONE[1]
-    rounds: int = 9
+    rounds: int = 7
     """Of one request at a time, which goals stand on, and of the GIL's figures."""
-    crowd_rounds: int = 5
+    crowd_rounds: int = 3
     """Of several requests at once, and of stores."""
     sleep_phase_s: float = 2.0
     index_records: int = 200_000
