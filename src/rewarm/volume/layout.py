@@ -262,7 +262,8 @@ def write_new(path: str, content: bytes, *, durable: bool) -> None:
         if durable:
             os.fsync(descriptor)
     except BaseException:
-        os.unlink(path)
+        with suppress(OSError):
+            os.unlink(path)
         raise
     finally:
         os.close(descriptor)
