@@ -49,7 +49,7 @@ def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
     return {name: dict(kinds[name]) for name in BY_NAME if name in kinds}
 
 
-def make_subject(name: str, engine: str) -> Subject:
+def make_subject(name: str, engine: str, *, durable: bool = False) -> Subject:
     """The subject of that name."""
     if name == "vllm-fs":
         from subject_fs import FsSubject
@@ -62,7 +62,7 @@ def make_subject(name: str, engine: str) -> Subject:
     if name == "volume":
         from subject_volume import VolumeSubject
 
-        return VolumeSubject(engine)
+        return VolumeSubject(engine, durable=durable)
     from subject_rewarm import RewarmSubject
 
     return RewarmSubject(engine)
@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", choices=["rewarm", "volume", "engine", "vllm-fs"], default="rewarm")
     parser.add_argument("--engine", default="auto", help="io_uring, threads, pure or auto")
+    parser.add_argument("--durable", action="store_true", help="subject volume: fsync each record")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="stop when so many faults were injected")
     parser.add_argument("--case", type=int, help="this case alone, with its story")
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace, folder: Path, shim: Shim | None) -> int:
     """Run the cases in this process, which runs under the shim."""
     if args.broken:
         broken.install(args.broken)
-    subject = make_subject(args.subject, args.engine)
+    subject = make_subject(args.subject, args.engine, durable=args.durable)
     zygote = Zygote() if shim else None
     campaign = Campaign(subject, folder, shim, zygote)
     rows: list[Row] = []

@@ -57,12 +57,14 @@ rewarm.volume.volume.JanitorProcess = _NoJanitor  # type: ignore[assignment,misc
 class Life:
     """One process's use of a root: an engine, a volume, two namespaces, and memory for one prompt."""
 
-    def __init__(self, root: Path, kind: str) -> None:
+    def __init__(self, root: Path, kind: str, *, durable: bool) -> None:
         slot = record_bytes(PAYLOAD)
         self.room = slot - PAGE_BYTES
         self.counters = Counters()
         self.engine = open_engine(EngineConfig(kind=kind, ring_bytes=MOST_CHUNKS * slot, slot_bytes=slot))
-        self.volume = Volume.open([str(root)], engine=self.engine, counters=self.counters, janitor=False)
+        self.volume = Volume.open(
+            [str(root)], engine=self.engine, counters=self.counters, durable=durable, janitor=False
+        )
         self.mine = self.volume.namespace({"model": "model"}, payload_bytes=PAYLOAD)
         self.other = self.volume.namespace({"model": "other"}, payload_bytes=PAYLOAD)
         assert self.volume.wait_scanned(WAIT_S)
@@ -119,9 +121,10 @@ class VolumeSubject:
     record_infix = "/tmp-"
     num_sessions = 1
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, durable: bool = False) -> None:
         self.name = f"volume, {kind} engine"
         self.kind = kind
+        self.durable = durable
         self.layout = Layout(PAGE_BYTES, USED_BYTES, PAYLOAD, record_bytes(PAYLOAD))
         self._to_slots = False
 
@@ -131,14 +134,14 @@ class VolumeSubject:
 
     def twin(self) -> VolumeSubject:
         """Another one, for a root of its own."""
-        return VolumeSubject(self.kind)
+        return VolumeSubject(self.kind, durable=self.durable)
 
     def begin(self, root: Path) -> None:
         """Make a volume and open it."""
         self.root = root
         create_volume([str(root)], capacity_bytes=CAPACITY)
         self.janitor: JanitorProcess | None = None
-        self.life = Life(root, self.kind)
+        self.life = Life(root, self.kind, durable=self.durable)
 
     def end(self) -> None:
         """Stop all."""
@@ -149,7 +152,7 @@ class VolumeSubject:
     def reopen(self) -> None:
         """A restart."""
         self.life.close()
-        self.life = Life(self.root, self.kind)
+        self.life = Life(self.root, self.kind, durable=self.durable)
 
     def expect_full(self) -> None:
         """A server has a janitor beside it, which makes room; another process, so the shim does not strike it."""
@@ -211,7 +214,7 @@ class VolumeSubject:
             return evict_in_child, (str(self.root),)
         if name == "import":
             return import_in_child, (self.kind, str(self.root), str(self.root.parent / "archive.tar"))
-        return store_in_child, (self.kind, str(self.root), prompt)
+        return store_in_child, (self.kind, self.durable, str(self.root), prompt)
 
     def untidy(self) -> list[str]:
         """After a janitor's round: no dead session, no temporary, and the budget is what the files add up to."""
@@ -245,9 +248,9 @@ def untidy_root(root: Path, num_sessions: int) -> list[str]:
     return found
 
 
-def store_in_child(kind: str, root: str, prompt: list[bytes]) -> None:
+def store_in_child(kind: str, durable: bool, root: str, prompt: list[bytes]) -> None:
     """A server's life that ends in the middle of a store."""
-    life = Life(Path(root), kind)
+    life = Life(Path(root), kind, durable=durable)
     life.store(prompt, life.mine, "model")
     life.close()
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import faultshim
 import pytest
+import results
 from faultlist import FAULTS, deal
 
 from rewarm.engine import ENGINE_KINDS, probe_engines
 
 pytestmark = pytest.mark.skipif(bool(faultshim.missing()), reason=faultshim.missing())
 PROGRAM = Path(__file__).with_name("run.py")
+NATIVE = "pure" if probe_engines()["threads"] else "threads"
+"""The fastest one whose every system call passes through the C library, where it can be struck."""
 
 
 def campaign(*arguments: str, limit_s: float = 600) -> tuple[dict[str, Any], str]:
@@ -50,6 +53,11 @@ def test_the_campaign_sees_wrong_bytes_where_a_tier_checks_nothing() -> None:
         assert kinds[name]["wrong_blocks_served"] == 0, name
 
 
+def test_the_page_has_the_table_of_the_results() -> None:
+    document = json.loads(results.RESULTS.read_text(encoding="utf-8"))
+    assert results.page_with(document) == results.PAGE.read_text(encoding="utf-8"), "run results.py --page"
+
+
 @pytest.mark.parametrize("subject", ["engine", "volume"])
 @pytest.mark.parametrize("kind", ENGINE_KINDS)
 def test_no_wrong_byte_from(subject: str, kind: str) -> None:
@@ -59,6 +67,14 @@ def test_no_wrong_byte_from(subject: str, kind: str) -> None:
     report, stories = campaign("--subject", subject, "--engine", kind, "--count", "60")
     assert report["injected"] == 60
     assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
+
+
+def test_no_wrong_byte_from_a_volume_that_syncs() -> None:
+    """A store has more steps that can fail, or be the last."""
+    kinds = [f"--kind={kind}" for kind in ("store-enospc", "store-eio", "kill-store")]
+    report, stories = campaign("--subject", "volume", "--engine", NATIVE, "--durable", "--count", "40", *kinds)
+    assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
+    assert report["injected"] == 40
 
 
 @pytest.mark.parametrize(
@@ -78,7 +94,7 @@ def test_a_broken_engine_below_a_volume_is_seen(broken: str, kinds: tuple[str, .
 def test_the_whole_serves_no_wrong_byte() -> None:
     """A seeded sample of 500 faults through the connector's two halves; the full count is `make test-deep`."""
     pytest.importorskip("vllm", reason="needs vLLM's own classes")
-    report, stories = campaign("--engine", "threads" if not probe_engines()["threads"] else "pure", "--count", "500")
+    report, stories = campaign("--engine", NATIVE, "--count", "500")
     assert report["injected"] >= 500
     assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
 
