@@ -111,7 +111,7 @@ def table(document: dict[str, Any]) -> str:
     for fault in FAULTS:
         mine, peer = document["kinds"][fault.name]["rewarm"], document["kinds"][fault.name]["peer"]
         cells = [
-            str(side[key]) if side else "-" for side in (mine, peer) for key in ("injected", "wrong_blocks_served")
+            f"{side[key]:,}" if side else "-" for side in (mine, peer) for key in ("injected", "wrong_blocks_served")
         ]
         lines.append(f"| {fault.says} | {' | '.join(cells)} |")
     totals = {figure["name"]: figure for figure in document["figures"]}
@@ -147,6 +147,8 @@ def main(argv: list[str]) -> int:
             run_all(folder, args.count, args.parallel)
         rewarm = [_read(path) for path in sorted(folder.glob("rewarm-*.json"))]
         peer, hang = _read(folder / "peer.json"), _read(folder / "hang.json")
+        if args.reports is not None:
+            started = datetime.fromtimestamp(min(path.stat().st_mtime for path in folder.iterdir()), tz=timezone.utc)
     report = Report(
         command=f"python tests/fault/results.py --count {args.count} --parallel {len(rewarm)}",
         started=started.isoformat(timespec="seconds"),
