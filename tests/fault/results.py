@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
         rewarm = [_read(path) for path in sorted(folder.glob("rewarm-*.json"))]
         peer, hang = _read(folder / "peer.json"), _read(folder / "hang.json")
         if args.reports is not None:
-            started = datetime.fromtimestamp(min(path.stat().st_mtime for path in folder.iterdir()), tz=timezone.utc)
+            started = min(_began(path) for path in folder.glob("rewarm-*.json"))
     report = Report(
         command=f"python tests/fault/results.py --count {args.count} --parallel {len(rewarm)}",
         started=started.isoformat(timespec="seconds"),
@@ -161,6 +161,11 @@ def main(argv: list[str]) -> int:
     for figure in report.shortfalls():
         print(f"{figure.name} is {figure.value:g}, goal: {figure.goal}", file=sys.stderr)
     return 1 if report.shortfalls() else 0
+
+
+def _began(path: Path) -> datetime:
+    ended = datetime.fromtimestamp(path.stat().st_mtime, tz=timezone.utc)
+    return ended - timedelta(seconds=_read(path)["seconds"])
 
 
 def _read(path: Path) -> dict[str, Any]:
