@@ -49,8 +49,8 @@ def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
     return {name: dict(kinds[name]) for name in BY_NAME if name in kinds}
 
 
-def make_subject(name: str, engine: str, *, durable: bool = False) -> Subject:
-    """The subject of that name."""
+def make_subject(name: str, engine: str, folder: Path, *, durable: bool = False) -> Subject:
+    """The subject of that name; what it needs beside its roots lies in the folder."""
     if name == "vllm-fs":
         from subject_fs import FsSubject
 
@@ -65,7 +65,7 @@ def make_subject(name: str, engine: str, *, durable: bool = False) -> Subject:
         return VolumeSubject(engine, durable=durable)
     from subject_rewarm import RewarmSubject
 
-    return RewarmSubject(engine)
+    return RewarmSubject(engine, folder)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, folder: Path, shim: Shim | None) -> int:
     """Run the cases in this process, which runs under the shim."""
     if args.broken:
         broken.install(args.broken)
-    subject = make_subject(args.subject, args.engine, durable=args.durable)
+    subject = make_subject(args.subject, args.engine, folder, durable=args.durable)
     zygote = Zygote() if shim else None
     campaign = Campaign(subject, folder, shim, zygote)
     rows: list[Row] = []

@@ -8,7 +8,6 @@ times is the server, not Python.
 from __future__ import annotations
 
 import importlib
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +90,11 @@ class RewarmSubject(VolumeSubject):
     stores_what_it_computes = True
     num_sessions = SESSIONS_A_SERVER
 
-    def __init__(self, kind: str, folder: Path | None = None) -> None:
+    def __init__(self, kind: str, folder: Path) -> None:
         super().__init__(kind)
         self.name = f"rewarm in vLLM, {kind} engine"
         self.layout = Layout(PAGE_BYTES, USED_BYTES, PAYLOAD, record_bytes(PAYLOAD))
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="models-"))
+        self.folder = folder
 
     def twin(self) -> RewarmSubject:
         """Another one, for a root of its own."""
