@@ -10,7 +10,9 @@ connector on the scheduler's side and on the rank's, and whether the root served
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import random
 import time
 from collections import defaultdict
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIN_REQUESTS = 20
+ANSWER_LIMIT_S = 120
+"""A server that has not answered one request by then hangs too: the program ends, and says where it stood."""
 
 
 class _Timed:
@@ -51,8 +55,15 @@ class _Timed:
         return timed
 
 
-def run(folder: Path, shim: Shim, seconds: float) -> int:
-    """0 when every request was answered rightly while the root hung, and served again when it no longer did."""
+def run(folder: Path, shim: Shim, seconds: float, *, broken: bool) -> int:
+    """0 when every request was answered rightly while the root hung, and served again when it no longer did.
+
+    Args:
+        folder: Where the root and the model lie.
+        shim: Makes it hang.
+        seconds: How long, at least.
+        broken: The scheduler's side looks at the root itself, which is to be seen.
+    """
     rng = random.Random(1)
     root = folder / "root"
     create_volume([str(root)], capacity_bytes=64 << 20)
@@ -65,16 +76,20 @@ def run(folder: Path, shim: Shim, seconds: float) -> int:
     connector, worker = server.mini.scheduler.connector, server.mini.worker
     server.mini.scheduler.connector = _Timed(connector, slowest["scheduler"])
     server.mini.worker = _Timed(worker, slowest["rank"])
+    if broken:
+        connector.get_num_new_matched_tokens = _looks_first(connector.get_num_new_matched_tokens, root)
     shim.arm(Action.HANG, Op.ANY, str(root), times=0)
     started = time.monotonic()
     answered = wrong = given_up = 0
     while answered < MIN_REQUESTS or time.monotonic() - started < seconds:
+        faulthandler.dump_traceback_later(5 if broken else ANSWER_LIMIT_S, exit=True)
         server.mini.forget_device_cache()
         prompt = rng.choice(stored) if answered % 2 else _prompt(rng)
         (served,) = server.mini.run([prompt])
         answered += 1
         wrong += served.wrong_blocks
         given_up += served.failed_blocks > 0
+    faulthandler.cancel_dump_traceback_later()
     hung, hung_s = shim.hanging, time.monotonic() - started
     shim.disarm()
     server.mini.scheduler.connector, server.mini.worker = connector, worker
@@ -92,6 +107,14 @@ def run(folder: Path, shim: Shim, seconds: float) -> int:
     }  # fmt: skip
     print(json.dumps(report, indent=1))
     return 0 if hung and not report["wrong_blocks"] and report["served_again"] else 1
+
+
+def _looks_first(call: Callable[..., Any], root: Path) -> Callable[..., Any]:
+    def looks_first(*args: Any) -> Any:
+        os.stat(root / "rewarm.volume")
+        return call(*args)
+
+    return looks_first
 
 
 def _prompt(rng: random.Random) -> list[int]:

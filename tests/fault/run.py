@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--case", type=int, help="this case alone, with its story")
     parser.add_argument("--kind", action="append", help="only faults of this name; may be repeated")
     parser.add_argument("--folder", type=Path, help="where the roots lie; default: a new folder, removed at the end")
-    parser.add_argument("--broken", choices=["reader", "writer"], help="break the pure engine: is it seen?")
+    parser.add_argument("--broken", choices=["reader", "writer", "scheduler"], help="break something: is it seen?")
     parser.add_argument("--hang", type=float, help="no campaign: a root that hangs for so many seconds; see hang.py")
     parser.add_argument("--rows", type=Path, help="write one JSON line a case here")
     return parser.parse_args(argv)
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
         if args.hang is not None:
             import hang
 
-            return hang.run(control.parent, Shim(control), args.hang)
+            return hang.run(control.parent, Shim(control), args.hang, broken=args.broken == "scheduler")
         return run(args, control.parent, Shim(control))
     folder = Path(tempfile.mkdtemp(prefix="rewarm-faults-", dir=args.folder))
     try:

@@ -20,15 +20,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(MISSING), reason=MISSING
 PROGRAM = Path(__file__).with_name("run.py")
 
 
-def hang(seconds: float) -> dict[str, Any]:
-    command = [sys.executable, str(PROGRAM), "--hang", str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return dict(json.loads(done.stdout))
+def hang(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A root that hangs for as long as 20 requests take."""
+    command = [sys.executable, str(PROGRAM), "--hang", "0", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_requests_are_answered_while_the_root_hangs() -> None:
-    report = hang(seconds=0)  # as long as 20 requests take
+    done = hang()
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    report: dict[str, Any] = json.loads(done.stdout)
     assert report["answered"] >= 20
     assert report["operations_hung_at_the_end"] > 0
     assert report["loads_given_up"] > 0
+
+
+def test_a_scheduler_that_looks_at_the_root_itself_is_seen() -> None:
+    done = hang("--broken", "scheduler")
+    assert done.returncode != 0
+    assert "in looks_first" in done.stderr
