@@ -6,6 +6,7 @@ analysed and reported; a trial that was cut short never passes.
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 import signal
@@ -48,6 +49,8 @@ from rewarm.trial.server import Server
 DRAINED_AFTER = 3
 """Looks at the tier's files, half a second apart, that must find them unchanged."""
 DRAIN_S = 120.0
+IDLE_LOOK_S, IDLE_CORES, IDLE_WAIT_S = 0.2, 0.2, 10.0
+"""Servers are idle when all of them use less than so many cores between two looks; waited for at most so long."""
 CANARY_PART = 4
 """A canary is this part of a context: it only has to miss."""
 
@@ -249,6 +252,7 @@ class _Runner:
         root = self._places.root_of(name)
         cold = drop_page_cache(root) if root else None
         before = server.client.counters()
+        self._wait_idle()
         start_s = time.monotonic() - self._begin_s
         with ReadMeter(server.read_bytes) as meter:
             records, wall_s = server.client.complete(asked, self._plan.load.output_tokens)
@@ -312,6 +316,16 @@ class _Runner:
         observed = sorted(rates)[len(rates) // 2]
         self._limit_bytes_s = observed * self._plan.baseline.throttle
         self._log.add("throttled", candidate_bytes_s=observed, limit_bytes_s=self._limit_bytes_s)
+
+    def _wait_idle(self) -> None:
+        """Wait until no server computes: a vLLM worker spins for a second after its last step."""
+        deadline_s = time.monotonic() + IDLE_WAIT_S
+        used_s = [math.inf]
+        while time.monotonic() < deadline_s:
+            used_s.append(sum(server.cpu_s() for server in self._servers.values()))
+            if abs(used_s[-1] - used_s[-2]) < IDLE_CORES * IDLE_LOOK_S:
+                break
+            time.sleep(IDLE_LOOK_S)
 
     def _set_limit(self, bytes_s: float) -> None:
         if is_throttled(self._plan):

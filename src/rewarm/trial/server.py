@@ -134,6 +134,15 @@ class Server:
                 known = True
         return total if known else None
 
+    def cpu_s(self) -> float:
+        """CPU seconds that its processes used since they began."""
+        total = 0.0
+        for process in self._family:
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
     def begin_stop(self) -> None:
         """Ask it to end, so that several end at once."""
         if not self._stop_begin_s:
