@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import httpx
@@ -150,7 +150,7 @@ async def _stream(http: httpx.AsyncClient, body: str) -> dict[str, Any]:
         async with http.stream("POST", "/v1/completions", content=body, headers=headers) as answer:
             if answer.status_code != 200:
                 error = f"HTTP {answer.status_code}: {(await answer.aread())[:300].decode(errors='replace')}"
-            async for line in answer.aiter_lines():
+            async for line in _lines(answer):
                 piece = _piece(line)
                 if "error" in piece:
                     error = str(piece["error"])[:300]
@@ -166,8 +166,18 @@ async def _stream(http: httpx.AsyncClient, body: str) -> dict[str, Any]:
     return {"ttft_s": ttft_s, "total_s": total_s, "tokens": tokens, "error": error}
 
 
-def _piece(line: str) -> dict[str, Any]:
-    if not line.startswith("data: ") or line == "data: [DONE]":
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Lines that end with LF alone: httpx's own also end at U+0085 and U+2028, which random tokens spell."""
+    rest = b""
+    async for part in answer.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
+def _piece(line: bytes) -> dict[str, Any]:
+    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
         return {}
     piece = json.loads(line[6:])
     return piece if isinstance(piece, dict) else {}
