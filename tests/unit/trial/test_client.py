@@ -46,7 +46,7 @@ def text(body: str, code: int = 200) -> Answer:
 STREAM = (
     'data: {"choices": [{"token_ids": []}]}\n\n: a comment\n\n'
     'data: {"choices": [{"token_ids": [5, 6]}]}\n\n'
-    'data: {"choices": [{"token_ids": [7]}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n\n'
+    'data: {"choices": [{"text": "a\u2028b\x85c", "token_ids": [7]}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n\n'
 )
 
 
