@@ -1,3 +1,3 @@
-"""Rewarm gives a model server back, fast and verified, what it already computed or loaded once."""
+"""Rewarm gives a model server back, fast and verified, what it already computed once."""
 
 __version__ = "0.1.0.dev0"

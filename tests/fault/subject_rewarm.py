@@ -29,7 +29,7 @@ from mini_server import (
 from subject_volume import CAPACITY, WAIT_S, VolumeSubject
 
 from rewarm.engine.record import PAGE_BYTES, record_bytes
-from rewarm.kv.keys import chunk_key
+from rewarm.kv.keys import chunk_id, shard_key
 from rewarm.volume import create_volume
 from rewarm.volume.layout import RootPaths, namespace_ids
 
@@ -77,7 +77,7 @@ class Server:
 
     def record_path(self, prompt: list[int], chunk: int) -> str:
         """Below which name, in any root and namespace, a chunk lies."""
-        return chunk_key(self.block_hashes(prompt)[(chunk + 1) * CHUNK_BLOCKS - 1], rank=0).hex() + ".rec"
+        return shard_key(chunk_id(self.block_hashes(prompt)[(chunk + 1) * CHUNK_BLOCKS - 1]), rank=0).hex() + ".rec"
 
     def close(self) -> None:
         """The end of the process."""
@@ -156,7 +156,7 @@ class RewarmSubject(VolumeSubject):
         paths = RootPaths(str(self.root))
 
         def path(chunk: int, *, mine: bool) -> Path:
-            key = chunk_key(hashes[(chunk + 1) * CHUNK_BLOCKS - 1], rank=0)
+            key = shard_key(chunk_id(hashes[(chunk + 1) * CHUNK_BLOCKS - 1]), rank=0)
             found = [Path(paths.record(namespace, key)) for namespace in namespace_ids(str(self.root))]
             own = [p for p in found if (self._is_mine(p)) == mine]
             return own[0] if own else self.root / "nowhere"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class Life:
     def load(self, prompt: list[bytes], *, to_slots: bool) -> tuple[int, int]:
         """Load the prefix that is said to be there: (leading chunks that were a hit, wrong ones among all hits)."""
         self._words(self.memory.address, MOST_CHUNKS * self.room).fill(POISON)
-        known = prompt[: self.mine.count_prefix(prompt)]
+        known = list(takewhile(self.mine.contains, prompt))
         targets: list[tuple[bytes, RecordTarget]] = [
             (key, ToSlot() if to_slots else ToMemory(self.memory.address + i * self.room))
             for i, key in enumerate(known)

@@ -24,7 +24,7 @@ FOUND: dict[str, Any] = {"careless": {"whole": 3, "torn": 1}, "volumes": dict.fr
 
 def judge(found: dict[str, Any], acknowledged: dict[str, int]) -> dict[str, bool | None]:
     rows = [
-        report.row_of(Moment(phase, 7, Loss.ALL, acknowledged), Rebuilt(5, 2, 8192), copy.deepcopy(found))
+        report.row_of(Moment(phase, 7, Loss.ALL, acknowledged), Rebuilt(2, 8192), copy.deepcopy(found))
         for phase in PHASES
     ]
     figures = report.figures_of(rows, LOADS, WANTED, dict.fromkeys(PHASES, 0.5))

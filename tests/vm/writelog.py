@@ -53,7 +53,6 @@ class Entry:
 class Rebuilt:
     """What rebuild() did."""
 
-    durable_writes: int
     volatile_writes: int
     lost_bytes: int
     """Bytes of volatile writes that the cut took."""
@@ -120,7 +119,7 @@ def rebuild(
                     continue
                 drive.seek(entry.offset_bytes + start)
                 drive.write(block)
-    return Rebuilt(len(durable), len(volatile), lost_bytes)
+    return Rebuilt(len(volatile), lost_bytes)
 
 
 def _data(source: BinaryIO, entry: Entry) -> bytes:

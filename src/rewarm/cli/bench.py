@@ -22,7 +22,7 @@ def command() -> None:
 @click.option(
     "--root", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Directory on the device to measure."
 )
-@click.option("--quick", is_flag=True, help="Fewer shapes and rounds: about two minutes instead of ten.")
+@click.option("--quick", is_flag=True, help="Fewer shapes and rounds: about three minutes instead of 10 to 15.")
 @click.option("--engine", "engines", multiple=True, metavar="KIND", help="Only this engine; may be given again.")
 @click.option(
     "--floor",

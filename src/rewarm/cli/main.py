@@ -83,7 +83,7 @@ class _LazyGroup(click.Group):
 )
 @click.version_option(__version__, "-V", "--version", message="rewarm %(version)s")
 def cli() -> None:
-    """Give a model server back, fast and verified, what it already computed or loaded once."""
+    """Give a model server back, fast and verified, what it already computed once."""
 
 
 def main() -> None:

@@ -411,8 +411,3 @@ def _needs_slot(transfer: Transfer) -> bool:
 
 def _stays_in_slot(transfer: Transfer) -> bool:
     return isinstance(transfer, ReadRecord) and isinstance(transfer.target, ToSlot)
-
-
-def _moves_bytes(transfer: Transfer) -> bool:
-    """False: what it did to a name stands, whether it was cut meanwhile or not."""
-    return isinstance(transfer, (Read, Write, ReadRecord))

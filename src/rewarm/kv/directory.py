@@ -107,11 +107,6 @@ class ChunkDirectory:
         self._storing: dict[bytes, int] = {}
         self._seen: dict[bytes, None] = {}
 
-    @property
-    def num_shards(self) -> int:
-        """Records a chunk."""
-        return len(self._shards)
-
     def look_up(self, chunks: Sequence[bytes], first: int) -> PrefixLookup:
         """Ask how far ``chunks`` are present without a gap, from index ``first`` on."""
         return PrefixLookup(self, chunks, first)

@@ -41,8 +41,3 @@ def shard_key(chunk: bytes, rank: int, group: int = 0) -> bytes:
         group: The server's KV cache group.
     """
     return sha256(chunk + rank.to_bytes(4, "big") + group.to_bytes(4, "big")).digest()
-
-
-def chunk_key(block_hash: BlockHash, rank: int, group: int = 0, salt: bytes = b"") -> bytes:
-    """The record key of one rank's part of the chunk that ends with ``block_hash``: 32 bytes."""
-    return shard_key(chunk_id(block_hash, salt), rank, group)

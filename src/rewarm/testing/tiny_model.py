@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, HEAD_DIM, VOCABULARY = 256, 512, 8, 4, 64, 512
-KV_BYTES_PER_TOKEN = 2 * LAYERS * HEADS * HEAD_DIM * 4
 SHA256 = "1db61e288bce7fda41c84e31397da9a965603e19aead05375c44110b77b9cc2b"
 """Of model.safetensors; checked whenever the model is asked for."""
 

@@ -62,13 +62,6 @@ class Namespace:
                 return True
         return False
 
-    def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are known to be there."""
-        for count, key in enumerate(keys):
-            if not self.contains(key):
-                return count
-        return len(keys)
-
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """Look into the file system for records, on every root that answers; the index learns what is there."""
         self._volume.check_usable()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewarm.bench.workplace import PREFIX, work_directory
+from rewarm.bench.workdir import PREFIX, work_directory
 from rewarm.errors import StorageError, VolumeFull
 
 
@@ -49,7 +49,7 @@ def test_a_root_that_is_no_directory(tmp_path: Path) -> None:
 _TERMINATED = """
 import os, signal, sys
 from pathlib import Path
-from rewarm.bench.workplace import work_directory
+from rewarm.bench.workdir import work_directory
 with work_directory(Path(sys.argv[1]), need_bytes=1):
     os.kill(os.getpid(), signal.SIGTERM)
 """
