@@ -14,7 +14,7 @@ from typing import Any
 
 from rewarm.errors import UnsupportedError
 from rewarm.testing.tiny_model import ensure_tiny_model
-from rewarm.trial.plan import LONG_CONTEXT, TINY_MODEL, Plan
+from rewarm.trial.plan import LONGEST_CONTEXT, TINY_MODEL, Plan
 from rewarm.trial.schedule import FS, RECOMPUTE, is_throttled
 
 _MODULE = "rewarm.trial.fs_arm"
@@ -122,7 +122,7 @@ def server_command(install: Installation, plan: Plan, server: str, places: Place
     """
     load = plan.load
     words = [*install.command, places.model, "--host", "127.0.0.1"]
-    words += ["--max-model-len", str((load.context_tokens or LONG_CONTEXT) + load.output_tokens + 128)]
+    words += ["--max-model-len", str((load.context_tokens or LONGEST_CONTEXT) + load.output_tokens + 128)]
     if plan.trial.model == TINY_MODEL:
         words += ["--dtype", "float32"]
     if install.on_cpu:

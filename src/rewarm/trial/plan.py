@@ -19,10 +19,12 @@ from rewarm.errors import StorageError, UsageError
 from rewarm.units import GIB, MIB, format_size, parse_size
 
 TINY_MODEL = "tiny"
-LONG_CONTEXT, SHORT_CONTEXT, LEAST_CONTEXT = 8192, 4096, 512
-"""Contexts that are chosen from where a plan names none, and the least that it may name."""
-PROBE_LIMIT_S = 4.0
-"""The short context is taken where computing it takes longer: a trial computes some twenty contexts."""
+LEAST_CONTEXT, PROBE_CONTEXT = 512, 4096
+CONTEXT_CHOICES = ((16384, 1.5), (8192, 4.0), (PROBE_CONTEXT, float("inf")))
+"""Where a plan names no length: the first one whose limit computing PROBE_CONTEXT tokens does not exceed, in
+seconds. A trial computes some twenty contexts; the longer they are, the more computing weighs against loading.
+"""
+LONGEST_CONTEXT = CONTEXT_CHOICES[0][0]
 ARMS = ("recompute", "fs", "rewarm")
 GATES = ("tokens", "cold", "recovery", "peer", "g3_ttft", "g3_throughput")
 
@@ -68,7 +70,7 @@ class LoadTable:
     """The load: `groups` times `concurrency` contexts are filled; a block recovers one group, all at once."""
 
     context_tokens: int = 0
-    """Prompt tokens of each context. 0: 8192, or 4096 where 4096 take more than 4 s to compute."""
+    """Prompt tokens of each context. 0: 16384, 8192 or 4096, by the time that 4096 take to compute."""
     concurrency: int = 0
     """Requests at once in a block. 0: 2 on CPU, 8 elsewhere."""
     groups: int = 1

@@ -29,7 +29,7 @@ from rewarm.trial.coldness import drop_page_cache
 from rewarm.trial.estimate import Estimate
 from rewarm.trial.evidence import EventLog, read_events, write_manifest, write_result
 from rewarm.trial.meter import ReadMeter
-from rewarm.trial.plan import LONG_CONTEXT, PROBE_LIMIT_S, SHORT_CONTEXT, Plan, settle
+from rewarm.trial.plan import CONTEXT_CHOICES, PROBE_CONTEXT, Plan, settle
 from rewarm.trial.report import write_reports
 from rewarm.trial.schedule import (
     CANARY,
@@ -219,14 +219,14 @@ class _Runner:
         """Settle the length of contexts: by the plan, else by the time that a short one takes to compute."""
         chosen, probe_s = self._plan.load.context_tokens, []
         if not chosen:
-            probe = prompts.context(self._seed, prompts.PROBE, 0, SHORT_CONTEXT)
+            probe = prompts.context(self._seed, prompts.PROBE, 0, PROBE_CONTEXT)
             for _ in range(2):  # the first one after a start is slower, and does not count
                 self._reset(RECOMPUTE)
                 (record,), _ = self._servers[RECOMPUTE].client.complete([(0, probe)], 1)
                 if record["error"]:
                     raise StorageError(f"the first request failed: {record['error']}")
                 probe_s.append(round(record["ttft_s"], 4))
-            chosen = LONG_CONTEXT if probe_s[-1] <= PROBE_LIMIT_S else SHORT_CONTEXT
+            chosen = next(length for length, limit_s in CONTEXT_CHOICES if probe_s[-1] <= limit_s)
         self._context_tokens = chosen
         self._log.add("load_chosen", context_tokens=chosen, probe_s=probe_s)
 
