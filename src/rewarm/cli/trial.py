@@ -84,7 +84,8 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
             nonlocal last
             doing = progress.doing.partition(",")[0]
             if doing != last:
-                note(f"[{progress.done + 1:3}/{progress.total}] {doing}; about {progress.left_s / 60:.0f} min left")
+                step = min(progress.done + 1, progress.total)
+                note(f"[{step:3}/{progress.total}] {doing}; about {progress.left_s / 60:.0f} min left")
             last = doing
 
         yield line
