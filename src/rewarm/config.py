@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from rewarm.errors import StorageError, UsageError
-from rewarm.units import GIB, KIB, MIB, format_size, parse_size
+from rewarm.units import GIB, KIB, MAX_SIZE, MIB, format_size, parse_size
 
 CONFIG_FILE_VARIABLE = "REWARM_CONFIG"
 
@@ -95,6 +96,9 @@ class KvConfig(Section):
             "at least 64 MiB; like 200GiB",
         )
         _check(self.chunk_tokens >= 0, f"kv.chunk_tokens is {self.chunk_tokens}", "0 or more")
+        _check(
+            self.salt == self.salt.encode(errors="ignore").decode(), "kv.salt has bytes that are no text", "as UTF-8"
+        )
         _check_one_of("kv.policy", self.policy, POLICIES)
         _check_one_of("kv.store", self.store, STORE_RULES)
         _check_one_of("kv.engine", self.engine, ENGINES)
@@ -104,7 +108,7 @@ class KvConfig(Section):
             ("store_buffer_bytes", self.store_buffer_bytes or MIB),
         ):
             _check(num_bytes >= 64 * KIB, f"kv.{name} is {format_size(num_bytes)}", "at least 64 KiB; like 256MiB")
-        _check(self.load_deadline_s > 0, f"kv.load_deadline_s is {self.load_deadline_s}", "above 0")
+        _check(0 < self.load_deadline_s < math.inf, f"kv.load_deadline_s is {self.load_deadline_s}", "seconds, above 0")
 
 
 SECTIONS: tuple[type[Section], ...] = (KvConfig,)
@@ -179,7 +183,7 @@ def _read_file(path: str, section_name: str) -> Mapping[str, Any]:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without an end
         raise UsageError(f"{path} is not TOML: {error}") from error
     known = [known_section.SECTION for known_section in SECTIONS]
     for name, table in document.items():
@@ -212,9 +216,10 @@ def _convert(section: type[Section], key: str, value: Any, origin: str) -> Any:
         return parse_size(value)
     if wanted in (int, float) and isinstance(value, str):
         try:
-            return wanted(value)
+            value = wanted(value)
         except ValueError:
-            raise UsageError(f"{name} is {value!r}, which is not a number") from None
+            raise UsageError(f"{name} is {value[:_SHOWN]!r}, which is not a number") from None
+    _check(type(value) is not int or abs(value) <= MAX_SIZE, f"{name} is too large a number")
     if wanted == tuple[str, ...]:
         parts = value.split(":") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)) and all(isinstance(part, str) and part for part in parts):
@@ -226,4 +231,5 @@ def _convert(section: type[Section], key: str, value: Any, origin: str) -> Any:
     raise UsageError(f"{name} is {value!r}, which is not {_TYPE_NAMES.get(wanted, 'a list of paths')}")
 
 
+_SHOWN = 40
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

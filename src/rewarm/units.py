@@ -23,7 +23,10 @@ _FACTORS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)\s*")
+MAX_SIZE = (1 << 63) - 1
+"""What a file system can count."""
+_SHOWN = 40
 
 
 def parse_size(text: str) -> int:
@@ -35,8 +38,11 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{text!r} is not a size", hint="write it like 200GiB, 1.5TB or 4096")
-    return int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
+        raise UsageError(f"{text[:_SHOWN]!r} is not a size", hint="write it like 200GiB, 1.5TB or 4096")
+    size = int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
+    if size > MAX_SIZE:
+        raise UsageError(f"{text!r} is more than any file system holds", hint="write it like 200GiB, 1.5TB or 4096")
+    return size
 
 
 def format_size(num_bytes: int) -> str:

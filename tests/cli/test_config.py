@@ -47,6 +47,8 @@ def test_show_reads_the_named_file(tmp_path: Path, capsys: Captured) -> None:
     [
         ('{"root": 1}', "did you mean 'roots'?"),
         ("{", "--extra is not JSON"),
+        ("[" * 100_000, "--extra is not JSON"),
+        ("9" * 5000, "--extra is not JSON"),
         ("[]", "--extra is not a JSON object"),
         ('{"kv_connector_extra_config": 1}', "is not a JSON object"),
     ],

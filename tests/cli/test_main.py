@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import click
 import pytest
@@ -158,6 +159,48 @@ def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
         child.stdout.close()
         assert child.wait(timeout=60) == 128 + signal.SIGPIPE
         assert child.stderr.read() == b""
+
+
+_SAY = (
+    "import sys, click\nfrom rewarm.cli.common import note, run\n"
+    "@click.command()\ndef say():\n    note('a note')\n    click.echo('x')\n"
+    "sys.exit(run(say, []))"
+)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "stderr"),
+    [
+        (
+            ">/dev/full",
+            ExitCode.IO,
+            "a note\nerror: a standard stream or a file cannot be used: No space left on device\n",
+        ),
+        (">&-", ExitCode.IO, "a note\nerror: a standard stream or a file cannot be used: Bad file descriptor\n"),
+        (">/dev/null 2>&-", ExitCode.DONE, ""),
+        (">/dev/null 2>/dev/full", ExitCode.DONE, ""),
+        ("<&- >/dev/null", ExitCode.DONE, "a note\n"),
+    ],
+)
+def test_a_stream_that_is_full_or_closed(redirection: str, code: int, stderr: str) -> None:
+    command = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-c", _SAY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (code, stderr, "")
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = (
+        "import os, click, sys\nfrom rewarm.cli.common import run\n"
+        "@click.command()\ndef look():\n    sys.exit(os.open(sys.argv[1], os.O_CREAT))\n"
+        "run(look, [])"
+    )
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, str(tmp_path / "file")]
+    assert subprocess.run(command, timeout=60, check=False).returncode > 2
+
+
+def test_a_line_is_one_line_whatever_is_in_it(capsys: Captured) -> None:
+    assert common.run(command_raising(UsageError("a\nb\x1b[2J\udcff")), []) == 2
+    assert capsys.readouterr().err == "error: a\\nb\\x1b[2J\\udcff\n"
 
 
 def test_json_and_quiet_options(capsys: Captured) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -157,12 +158,38 @@ def test_check_tells_no_hits_from_no_tier() -> None:
     ("url", "code", "message"),
     [
         ("ftp://127.0.0.1", ExitCode.USAGE, "not a server's address"),
+        ("http://[::1", ExitCode.USAGE, "not a server's address"),
+        ("127.0.0.1:port", ExitCode.USAGE, "not a server's address"),
+        ("http://a b", ExitCode.USAGE, "not a server's address"),
         ("http://127.0.0.1:1", ExitCode.IO, "does not answer"),
     ],
 )
 def test_check_of_no_server_is_one_line(url: str, code: int, message: str, capsys: Captured) -> None:
     assert run(cli, ["vllm", "check", url]) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [b"garbage\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"])
+def test_check_of_what_speaks_no_http_is_one_line(answer: bytes, capsys: Captured) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert run(cli, ["vllm", "check", f"127.0.0.1:{listener.getsockname()[1]}"]) == ExitCode.IO
+        thread.join()
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_check_passes_over_what_is_no_number() -> None:
+    text = (
+        'rewarm_kv_hit_tokens_total abc\nrewarm_kv_lookup_tokens_total NaN\nrewarm_kv_loads_total{outcome="hit"} +Inf\n'
+    )
+    assert not tier_state(text).hits
 
 
 def test_check_of_another_server_says_so(server: HTTPServer, capsys: Captured) -> None:

@@ -199,6 +199,11 @@ def test_a_server_goes_on_after_its_namespace_was_emptied(filled: str, capsys: C
         (["evict", "--salt", "nobody"], 2, "no namespace has this salt"),
         (["export", "--to", "kv"], 2, "exists"),
         (["import", "--from", "not-there.tar"], 4, "not-there.tar"),
+        (["evict", "--until", "9" * 5000], 2, "is not a size"),
+        (["evict", "--salt", "\udcff"], 2, "no namespace has this salt"),
+        (["top", "--interval", "nan"], 2, "--interval is nan"),
+        (["top", "--interval", "1e300"], 2, "--interval is 1e+300"),
+        (["info", "two\nlines"], 2, "two\\nlines holds no volume"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_changes_nothing(

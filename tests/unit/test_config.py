@@ -81,7 +81,12 @@ def test_text_is_read_as_its_field_wants_it() -> None:
         ({"store_buffer_bytes": 5}, "store_buffer_bytes"),
         ({"load_deadline_s": 0}, "load_deadline_s"),
         ({"load_deadline_s": float("nan")}, "load_deadline_s"),
+        ({"load_deadline_s": float("inf")}, "load_deadline_s"),
+        ({"load_deadline_s": 10**400}, "too large"),
         ({"chunk_tokens": -1}, "chunk_tokens"),
+        ({"chunk_tokens": "9" * 400}, "too large"),
+        ({"capacity_bytes": 10**400}, "too large"),
+        ({"salt": "\udcff"}, "no text"),
     ],
 )
 def test_a_wrong_value_is_refused_and_named(server: dict[str, Any], said: str) -> None:
@@ -113,9 +118,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be read: No such file"):
         resolve(KvConfig, environ={"REWARM_CONFIG": str(tmp_path / "none")})
     broken = tmp_path / "broken.toml"
-    broken.write_bytes(b"= \xff")
-    with pytest.raises(UsageError, match="is not TOML"):
-        resolve(KvConfig, environ={}, config_file=str(broken))
+    for content in (b"= \xff", b"x=" + b"[" * 100_000, b"x=" + b"9" * 5000):
+        broken.write_bytes(content)
+        with pytest.raises(UsageError, match="is not TOML"):
+            resolve(KvConfig, environ={}, config_file=str(broken))
 
 
 @pytest.mark.parametrize("section", SECTIONS)

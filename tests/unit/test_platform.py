@@ -7,6 +7,7 @@ import pytest
 
 from rewarm.platform import directory, host
 from rewarm.platform.findings import Finding, Verdict, worst
+from rewarm.volume import create_volume
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -41,8 +42,15 @@ def test_a_directory_that_others_read_is_a_warning(tmp_path: Path) -> None:
 def test_a_foreign_directory_is_a_warning_and_a_root_is_not(tmp_path: Path) -> None:
     (tmp_path / "photo").touch()
     assert by_name(directory.check_directory(str(tmp_path)))["directory.content"].verdict is Verdict.WARN
+    create_volume([str(tmp_path / "root")], capacity_bytes=1 << 20)
+    assert by_name(directory.check_directory(str(tmp_path / "root")))["directory.content"].found == "a volume's root"
+
+
+def test_a_root_that_cannot_be_opened_fails(tmp_path: Path) -> None:
     (tmp_path / "rewarm.volume").touch()
-    assert by_name(directory.check_directory(str(tmp_path)))["directory.content"].found == "a volume's root"
+    finding = by_name(directory.check_directory(str(tmp_path)))["directory.content"]
+    assert (finding.verdict, "is not JSON" in finding.found) == (Verdict.FAIL, True)
+    assert finding.hint
 
 
 def test_a_missing_directory_and_a_file_fail(tmp_path: Path) -> None:

@@ -26,7 +26,10 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 2", "1e9", "1XB", "0x10", "nan", "1..5GiB"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1", "1 2", "1e9", "1XB", "0x10", "nan", "1..5GiB", "9" * 5000, "9" * 400 + ".0", "9" * 19, "9EiB"],
+)
 def test_what_is_no_size_is_refused_with_a_hint(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)

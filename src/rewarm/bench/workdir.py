@@ -14,6 +14,7 @@ from rewarm.errors import StorageError, VolumeFull
 
 PREFIX = ".rewarm-bench-"
 _LOCK = "lock"
+_ROOM_HINT = "free some, or name another directory; --quick needs less"
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def work_directory(root: Path, *, need_bytes: int) -> Iterator[Path]:
     remove_abandoned(root)
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < need_bytes:
-        raise VolumeFull(str(root), need_bytes=need_bytes, free_bytes=free_bytes, hint="or: --quick")
+        raise VolumeFull(str(root), need_bytes=need_bytes, free_bytes=free_bytes, hint=_ROOM_HINT)
     try:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     except OSError as problem:

@@ -6,13 +6,15 @@ ExitCode (or None for DONE); it raises the library's errors as they are. ``run``
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import click
@@ -22,6 +24,7 @@ from rewarm.errors import ExitCode, RewarmError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _QUIET = "rewarm.quiet"
+_STREAM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # click 8.2 and later
 
 
@@ -49,8 +52,8 @@ def is_quiet() -> bool:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout, keys as given, numbers and text as they are."""
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    """One JSON document on stdout, keys as given; ASCII, so that every locale and every file name can be printed."""
+    click.echo(json.dumps(document, indent=2))
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -69,7 +72,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def note(text: str) -> None:
     """One line for a person on stderr, dropped by ``--quiet``."""
     if not is_quiet():
-        click.echo(text, err=True)
+        _say(text)
 
 
 @contextmanager
@@ -99,14 +102,22 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
 
 def print_error(message: str, hint: str = "") -> None:
     """``error: ...`` and, where there is one, ``hint: ...``, each one line on stderr."""
-    click.echo(f"{click.style('error', fg='red', bold=True)}: {message}", err=True)
+    _say(message, f"{click.style('error', fg='red', bold=True)}: ")
     if hint:
-        click.echo(f"{click.style('hint', fg='cyan', bold=True)}: {hint}", err=True)
+        _say(hint, f"{click.style('hint', fg='cyan', bold=True)}: ")
+
+
+def _say(text: str, before: str = "") -> None:
+    """One line on stderr, whatever file names are in it; where nothing can be said, nothing else fails for it."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    with suppress(OSError):
+        click.echo(before + line, err=True)
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every exception ends here as a line on stderr."""
     color = False if os.environ.get("NO_COLOR") else None
+    _complete_streams()
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         with command.make_context("rewarm", words, color=color) as context:
@@ -115,15 +126,38 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as left:
         return left.exit_code
     except BrokenPipeError:
-        # The reader of our output went away; what is still buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        _say("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is becomes a line and a code
         return _report(error)
     return int(result) if isinstance(result, int) else ExitCode.DONE
+
+
+def _complete_streams() -> None:
+    """Make each of the three standard streams exist, so that no file of ours gets its number.
+
+    A closed stdin or stdout fails when it is used, as a full disk does; what goes to a closed stderr is dropped.
+    """
+    for name, number, flags in (("stdin", 0, os.O_WRONLY), ("stdout", 1, os.O_RDONLY), ("stderr", 2, os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, flags)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name may be no text
+
+
+def _drop_output() -> None:
+    """What is still buffered for a stdout that takes no more must not raise again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _report(error: Exception) -> int:
@@ -139,6 +173,11 @@ def _report(error: Exception) -> int:
         return ExitCode.USAGE
     if isinstance(error, OSError) and error.filename is not None:
         print_error(f"{error.strerror}: {os.fsdecode(error.filename)}")
+        return ExitCode.IO
+    if isinstance(error, OSError) and error.errno in _STREAM_ERRORS:
+        with suppress(OSError, ValueError):
+            _drop_output()
+        print_error(f"a standard stream or a file cannot be used: {error.strerror}")
         return ExitCode.IO
     traceback.print_exception(error)
     print_error(

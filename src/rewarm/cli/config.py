@@ -62,7 +62,7 @@ def show(config_file: str, extra: str, as_json: bool) -> None:
 def _parse_extra(text: str) -> Mapping[str, Any]:
     try:
         extra = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--extra is not JSON: {error}") from error
     if not isinstance(extra, dict):
         raise UsageError("--extra is not a JSON object")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException, InvalidURL
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -156,7 +159,10 @@ def tier_state(metrics_text: str) -> TierState:
 def _samples(metrics_text: str) -> Iterator[tuple[str, str, float]]:
     for match in _LINE.finditer(metrics_text):
         outcome = _OUTCOME.search(match.group(2) or "")
-        yield match.group(1), outcome.group(1) if outcome else "", float(match.group(3))
+        with suppress(ValueError):  # no number
+            value = float(match.group(3))
+            if math.isfinite(value):
+                yield match.group(1), outcome.group(1) if outcome else "", value
 
 
 @command.command("check")
@@ -191,9 +197,13 @@ def check(url: str, as_json: bool) -> ExitCode:
 
 
 def _read_metrics(url: str) -> str:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    not_an_address = UsageError(f"{url!r} is not a server's address", hint="like http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError:
+        raise not_an_address from None
     if parts.scheme not in {"http", "https"} or not parts.netloc:
-        raise UsageError(f"{url!r} is not a server's address", hint="like http://127.0.0.1:8000")
+        raise not_an_address
     address = f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/metrics').rstrip('/')}/metrics"
     try:
         with urlopen(address, timeout=TIMEOUT_S) as response:  # noqa: S310 - http or https, checked above
@@ -203,7 +213,9 @@ def _read_metrics(url: str) -> str:
             f"{address} answers {error.code} {error.reason}",
             hint="is this the address of the vLLM server itself, not of a router?",
         ) from error
-    except (URLError, OSError, ValueError) as error:
+    except InvalidURL:
+        raise not_an_address from None
+    except (URLError, OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise StorageError(
             f"{address} does not answer: {reason}", hint="is the server up, and the port right?"

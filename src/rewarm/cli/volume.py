@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import click
 
 from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
-from rewarm.errors import ExitCode, UsageError
+from rewarm.errors import ExitCode, StorageError, UsageError
 from rewarm.units import MIB, format_rate, format_size, parse_size
 from rewarm.volume import create_volume
 from rewarm.volume.archive import Exported, export_archive, import_archive
@@ -173,11 +173,13 @@ def _print_values(values: dict[str, str]) -> None:
 
 @command.command("top")
 @_roots
-@click.option("--interval", default=1.0, type=click.FloatRange(min=0.05), help="Seconds between two looks.")
+@click.option("--interval", default=1.0, type=float, help="Seconds between two looks, 0.05 to 3600.")
 @click.option("--count", default=0, type=click.IntRange(min=0), help="Looks; 0: until Ctrl-C, and 1 with --json.")
 @json_option
 def top(roots: Sequence[str], interval: float, count: int, as_json: bool) -> None:
     """Watch what is stored and evicted, root by root."""
+    if not 0.05 <= interval <= 3600:
+        raise UsageError(f"--interval is {interval:g}", hint="0.05 to 3600 seconds")
     files = read_roots(roots)
     before = [root_info(root, file) for root, file in files.items()]
     looks = []
@@ -301,7 +303,7 @@ def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None) -> E
     found = volume_info(roots).namespaces
     chosen = choose(found, prefixes)
     if salt is not None:
-        digest = hashlib.sha256(salt.encode()).hexdigest() if salt else ""
+        digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest() if salt else ""
         salted = [namespace for namespace in found if namespace.identity.get("salt") == digest]
         if not salted:
             raise UsageError("no namespace has this salt", hint="rewarm volume info DIR lists them")
@@ -341,16 +343,20 @@ def _export_to_file(
     """Under another name until it is whole."""
     if os.path.lexists(target):
         raise UsageError(f"{target} exists", hint="name another file, or remove it")
-    partial = f"{target}.partial"
+    partial = f"{target}.{os.getpid()}.partial"  # two exports at once to one name: the last one whole wins
     try:
         with open(partial, "wb") as file:  # noqa: PTH123
             done = export_archive(roots, file, only=only, advance=advance)
             file.flush()
             os.fsync(file.fileno())
         os.rename(partial, target)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(partial)
+        if isinstance(error, OSError) and error.filename is None:
+            raise StorageError(
+                f"{target} cannot be written: {error.strerror}", path=target, errno=error.errno or 0
+            ) from error
         raise
     return done
 

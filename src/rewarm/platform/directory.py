@@ -9,8 +9,10 @@ import stat
 import tempfile
 from pathlib import Path
 
+from rewarm.errors import RewarmError
 from rewarm.platform.findings import Finding, Verdict
 from rewarm.units import GIB, format_size
+from rewarm.volume.layout import read_root_file
 
 FREE_BYTES = 10 * GIB
 """Less holds no more than a context or two of a large model."""
@@ -64,6 +66,10 @@ def _content(path: str) -> Finding:
         return Finding(Verdict.UNKNOWN, "directory.content", error.strerror or "", subject=path, source="listdir")
     if "rewarm.volume" in names:
         found, verdict, hint = "a volume's root", Verdict.OK, ""
+        try:
+            read_root_file(path)
+        except RewarmError as error:
+            found, verdict, hint = error.message, Verdict.FAIL, error.hint
     elif not names or names == ["lost+found"]:
         found, verdict, hint = "empty", Verdict.OK, ""
     else:

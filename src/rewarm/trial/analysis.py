@@ -30,7 +30,7 @@ def analyse(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     try:
         return _analyse(events)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RewarmError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RewarmError) as error:
         raise DamageError(f"the events are not those of a trial: {type(error).__name__}: {error}") from error
 
 

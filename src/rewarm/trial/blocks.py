@@ -72,12 +72,19 @@ class Block:
         return not any(request.error for request in self.requests)
 
 
+_MAX_BLOCK_S = 1e6
+
+
 def read_blocks(events: Sequence[Mapping[str, Any]]) -> list[Block]:
     """All blocks of a trial, in order."""
     return [_block(event) for event in events if event["event"] == "block"]
 
 
 def _block(event: Mapping[str, Any]) -> Block:
+    """Raises ValueError for samples that no meter took: the reports draw them as they are."""
+    for at_s, num_bytes in event["samples"]:
+        if not (0 <= at_s < _MAX_BLOCK_S and num_bytes >= 0):
+            raise ValueError(f"a sample at {at_s} s of {num_bytes} bytes")
     fields = {name: event[name] for name in Block.__dataclass_fields__ if name != "requests"}
     requests = tuple(Request(**{**each, "tokens": tuple(each["tokens"])}) for each in event["requests"])
     return Block(**fields, requests=requests)

@@ -92,7 +92,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
                 raise DamageError(f"{path}: line {number + 1} does not follow from the line before it")
             previous = hashlib.sha256(line.encode()).hexdigest()
             events.append(event)
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamageError(f"{path}: line {len(events) + 1} is not an event") from error
     if not text.endswith("\n"):
         raise DamageError(f"{path}: the last line is cut short")
@@ -125,7 +125,7 @@ def check_files(folder: Path, result: Mapping[str, Any]) -> list[str]:
         return [*found, f"{manifest}: missing"]
     try:
         listed = {each["name"]: each["digest"]["sha256"] for each in json.loads(manifest.read_bytes())["subject"]}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return [*found, f"{manifest}: not a manifest"]
     for name in _subjects():
         digest = _sha256(folder / name)

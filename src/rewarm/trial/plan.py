@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from rewarm.errors import StorageError, UsageError
-from rewarm.units import GIB, MIB, format_size, parse_size
+from rewarm.units import GIB, MAX_SIZE, MIB, format_size, parse_size
 
 TINY_MODEL = "tiny"
 LEAST_CONTEXT, PROBE_CONTEXT = 512, 4096
@@ -221,7 +221,7 @@ def load_plan(path: str) -> Plan:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without an end
         raise UsageError(f"{path} is not TOML: {error}") from error
     return from_document(document, where=path)
 
@@ -256,6 +256,7 @@ def _check_known(key: str, known: Any, message: str) -> None:
 def _convert(wanted: Any, value: Any, where: str) -> Any:
     if wanted is int and where.endswith("_bytes") and isinstance(value, str):
         return parse_size(value)
+    _check(type(value) is not int or abs(value) <= MAX_SIZE, f"{where} is too large a number")
     if wanted is float and type(value) is int:
         return float(value)
     if wanted == tuple[str, ...]:

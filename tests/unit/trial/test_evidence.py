@@ -106,6 +106,23 @@ def test_events_that_are_not_those_of_a_trial_are_damage(tmp_path: Path) -> None
         analyse(read_events(tmp_path / "t"))
 
 
+@pytest.mark.parametrize("line", ['{"a":NaN}', "[]", "[" * 100_000, "9" * 5000, '"\\ud800"'])
+def test_a_line_that_is_no_event_exits_5(line: str, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(line + "\n")
+    assert run(cli, ["trial", "verify", str(tmp_path)]) == 5
+    assert run(cli, ["trial", "report", str(tmp_path)]) == 5
+
+
+@pytest.mark.parametrize("samples", [[[-9.0, 1], [-8.0, 2]], [[0.0, []]], [1.0], [[0.0, 0], [1e308, 9]]])
+def test_samples_that_no_meter_took_are_damage(make_trial, samples: list[object]) -> None:
+    def change(event: str, fields: dict[str, object]) -> None:
+        if event == "block":
+            fields["samples"] = samples
+
+    with pytest.raises(DamageError, match="not those of a trial"):
+        make_trial(change=change)
+
+
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(UsageError, match="not empty"):

@@ -48,7 +48,10 @@ def test_sizes_are_written_as_people_write_them(tmp_path: Path) -> None:
         ("[baseline]\nthrottle = 2", "baseline.throttle is 2.0"),
         ("[server]\nenv = {A = 1}", "not a table of texts"),
         ("[server]\nhost_tier_bytes = '1KiB'", "server.host_tier_bytes is 1.0 KiB"),
+        ("[load]\nconcurrency = 9" + "9" * 100, "load.concurrency is too large"),
         ("[load", "is not TOML"),
+        ("x = " + "[" * 100_000, "is not TOML"),
+        ("x = " + "9" * 5000, "is not TOML"),
     ],
 )
 def test_a_wrong_plan_is_one_line(tmp_path: Path, text: str, message: str) -> None:
