@@ -266,7 +266,7 @@ class _Importer:
         volume.wait_scanned()
         count = max(2, min(_MAX_BUFFERS, _BUFFER_BYTES // reader.largest_bytes))
         self._free = [AlignedBuffer(reader.largest_bytes) for _ in range(count)]
-        self._under_way: list[tuple[AlignedBuffer, Namespace, bytes, StoreHandle]] = []
+        self._under_way: list[tuple[AlignedBuffer, Namespace, bytes, bool, StoreHandle]] = []
 
     def run(self, advance: Callable[[int], None]) -> None:
         """All of them."""
@@ -274,11 +274,9 @@ class _Importer:
             file, key = found
             namespace, buffer = self._namespaces[file.id], self._free.pop()
             is_present = namespace.contains(key)
-            self.done.num_present += is_present
-            self.done.num_records += not is_present
             self.done.num_bytes += file.record_bytes
             handle = namespace.store([(key, buffer.address + PAGE_BYTES)])
-            self._under_way.append((buffer, namespace, key, handle))
+            self._under_way.append((buffer, namespace, key, is_present, handle))
             advance(file.record_bytes)
             if not self._free:
                 self._settle()
@@ -287,26 +285,28 @@ class _Importer:
 
     def close(self) -> None:
         """Wait for what is under way, then free the memory."""
-        for _, _, _, handle in self._under_way:
+        for *_, handle in self._under_way:
             handle.wait()
         for buffer in [*self._free, *(entry[0] for entry in self._under_way)]:
             buffer.close()
 
     def _settle(self) -> None:
         """Bring the oldest store to its end; one that found no room is tried again."""
-        buffer, namespace, key, handle = self._under_way[0]
+        buffer, namespace, key, is_present, handle = self._under_way[0]
         for _ in range(_TRIES):
             handle.wait()
             if handle.results() == [True]:
                 break
             self._wait_for_room()
             handle = namespace.store([(key, buffer.address + PAGE_BYTES)])
-            self._under_way[0] = (buffer, namespace, key, handle)
+            self._under_way[0] = (buffer, namespace, key, is_present, handle)
         else:
             raise StorageError(
-                f"the volume takes no more records; {self.done.num_records - len(self._under_way)} were imported",
+                f"the volume takes no more records; {self.done.num_records} were imported",
                 hint="rewarm volume info shows its room; started again, the import goes on where it was",
             )
+        self.done.num_present += is_present
+        self.done.num_records += not is_present
         self._under_way.pop(0)
         self._free.append(buffer)
 

@@ -245,6 +245,18 @@ def test_import_into_a_volume_that_takes_nothing_says_so(
         import_archive(io.BytesIO(archive), [target])
 
 
+def test_what_was_there_before_is_not_taken_off_what_was_imported(
+    archive: bytes, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DamageError, match="cut short"):
+        import_archive(io.BytesIO(archive[: len(archive.rstrip(b"\0")) // 2]), [target])
+    assert record_files(target)
+    monkeypatch.setattr("rewarm.volume.archive._TRY_WAIT_S", 0.0)
+    monkeypatch.setattr("rewarm.volume.keeper.Keeper._store", lambda keeper, items: None)
+    with pytest.raises(StorageError, match="takes no more records; 0 were imported"):
+        import_archive(io.BytesIO(archive), [target])
+
+
 def test_export_leaves_damage_out_and_says_how_much(target: str, archive: bytes) -> None:
     import_archive(io.BytesIO(archive), [target])
     bench = Bench()
