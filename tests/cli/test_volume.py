@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -236,6 +237,22 @@ def test_export_and_import_bring_every_record_over(filled: str, tmp_path: Path, 
     assert {p.name for p in record_files(other)} == {p.name for p in files[1:]}
     assert run(cli, ["volume", "verify", other]) == 0
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_export_removes_what_a_killed_one_left_and_nothing_that_is_being_written(
+    filled: str, tmp_path: Path, capsys: Captured
+) -> None:
+    target = tmp_path / "a.tar"
+    dead, young, held = (tmp_path / f"a.tar.{number}.partial" for number in (1, 2, 3))
+    for path in (dead, young, held):
+        path.write_bytes(b"half")
+    for path in (dead, held):
+        os.utime(path, (1, 1))
+    with held.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _ = call(capsys, "export", filled, "--to", str(target))
+    assert (code, target.exists()) == (0, True)
+    assert (dead.exists(), young.exists(), held.exists()) == (False, True, True)
 
 
 def test_export_of_one_namespace_through_a_pipe(filled: str, tmp_path: Path, capsys: Captured) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import glob
 import hashlib
 import itertools
 import os
@@ -23,6 +25,9 @@ from rewarm.volume.evict import Evicted, choose, evict_until, purge
 from rewarm.volume.info import MANY_RECORDS, NamespaceInfo, RootInfo, VolumeInfo, flatten, root_info, volume_info
 from rewarm.volume.layout import read_roots
 from rewarm.volume.verify import Problem, verify_volume
+
+_UNLOCKED_S = 60.0
+"""A partial archive this old that nobody holds was left by a killed export; a younger one may not be locked yet."""
 
 _SHORT = 12
 """Hexadecimal digits of an id that are shown."""
@@ -343,9 +348,11 @@ def _export_to_file(
     """Under another name until it is whole."""
     if os.path.lexists(target):
         raise UsageError(f"{target} exists", hint="name another file, or remove it")
+    _remove_dead_partials(target)
     partial = f"{target}.{os.getpid()}.partial"  # two exports at once to one name: the last one whole wins
     try:
         with open(partial, "wb") as file:  # noqa: PTH123
+            fcntl.flock(file, fcntl.LOCK_EX)
             done = export_archive(roots, file, only=only, advance=advance)
             file.flush()
             os.fsync(file.fileno())
@@ -359,6 +366,15 @@ def _export_to_file(
             ) from error
         raise
     return done
+
+
+def _remove_dead_partials(target: str) -> None:
+    """What exports to this name left that were killed: nobody holds its lock."""
+    for partial in glob.glob(f"{glob.escape(target)}.*.partial"):
+        with suppress(OSError), open(partial, "rb") as file:  # noqa: PTH123
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > _UNLOCKED_S:
+                os.unlink(partial)
 
 
 @command.command("import")
