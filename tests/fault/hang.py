@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from faultshim import Action, Op, Shim
 from mini_server import CHUNK_TOKENS
 from subject_rewarm import Server, make_config
+from subject_volume import share_one_janitor
 
 from rewarm.volume import create_volume
 
@@ -64,6 +65,7 @@ def run(folder: Path, shim: Shim, seconds: float, *, broken: bool) -> int:
         seconds: How long, at least.
         broken: The scheduler's side looks at the root itself, which is to be seen.
     """
+    share_one_janitor()
     rng = random.Random(1)
     root = folder / "root"
     create_volume([str(root)], capacity_bytes=64 << 20)

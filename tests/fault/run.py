@@ -59,9 +59,10 @@ def make_subject(name: str, engine: str, folder: Path, *, durable: bool = False)
         from subject_engine import EngineSubject
 
         return EngineSubject(engine)
-    if name == "volume":
-        from subject_volume import VolumeSubject
+    from subject_volume import VolumeSubject, share_one_janitor
 
+    share_one_janitor()
+    if name == "volume":
         return VolumeSubject(engine, durable=durable)
     from subject_rewarm import RewarmSubject
 

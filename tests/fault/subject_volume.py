@@ -52,7 +52,9 @@ class _NoJanitor:
     def close(self) -> None: ...
 
 
-rewarm.volume.volume.JanitorProcess = _NoJanitor  # type: ignore[assignment,misc]
+def share_one_janitor() -> None:
+    """From here on no volume of this process, and of those that it forks, starts a janitor of its own."""
+    rewarm.volume.volume.JanitorProcess = _NoJanitor  # type: ignore[assignment,misc]
 
 
 class Life:
