@@ -72,9 +72,12 @@ def test_wrong_tokens_from_a_tier_fail(tmp_path: Path) -> None:
 
 
 def test_a_server_that_leaks_shared_memory_is_cleaned_and_named(tmp_path: Path) -> None:
-    result = run_it(tmp_path / "out", env={"FAKE_FAULT": "leaks"})
+    out = tmp_path / "out"
+    result = run_it(out, env={"FAKE_FAULT": "leaks"})
     assert proofs(result)["server.clean"] == "FAIL"
-    assert not list(Path("/dev/shm").glob("rewarm-fake-*"))
+    left = [name for event in read_events(out) for name in event.get("left_in_shm", ())]
+    assert len(left) == 5
+    assert not [name for name in left if Path(name).exists()]
 
 
 def test_a_server_that_stays_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
