@@ -125,7 +125,9 @@ def _hits(cold: Sequence[Block]) -> Finding:
 def _reads(events: Events, cold: Sequence[Block]) -> Finding:
     stored = {event["server"]: event["bytes"] / event["tokens"] for event in events if event["event"] == "drained"}
     known = [block for block in cold if block.read_bytes is not None and server_of(block.arm) in stored]
-    shares = [(block.read_bytes or 0) / (stored[server_of(block.arm)] * block.prompt_tokens) for block in known]
+    weights = [stored[server_of(block.arm)] * block.prompt_tokens for block in known]
+    # A tier that had nothing in its files when it was drained proves nothing by what it reads.
+    shares = [(block.read_bytes or 0) / weight if weight else 0.0 for block, weight in zip(known, weights, strict=True)]
     least = min(shares, default=math.nan)
     total = format_size(sum(block.read_bytes or 0 for block in known))
     found = f"{total} in {len(known)} of {len(cold)} blocks, at least {least:.1%} of what a block's tokens weigh"

@@ -82,6 +82,7 @@ def test_mismatches_like_those_without_a_cache_are_open(make_trial) -> None:
         ("cold.page_cache", {"phase": "recover", "arm": "fs"}, {"cold": {"method": "x", "resident_pages": 3}}),
         ("cold.page_cache", {"phase": "recover", "arm": "fs"}, {"cold": None}),
         ("cold.reads", {"phase": "recover", "arm": "rewarm"}, {"read_bytes": 1000}),
+        ("cold.reads", {"server": "fs"}, {"bytes": 0}),
         ("cold.hits", {"phase": "recover", "arm": "rewarm"}, {"counters": {"external_hits": 100}}),
         ("cold.restart", {"phase": "restart", "arm": "rewarm"}, {"counters": {"external_hits": 0}}),
         ("control.canaries", {"phase": "canary", "arm": "rewarm"}, {"counters": {"external_hits": 128}}),
