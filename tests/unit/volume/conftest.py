@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
-from volumes import MIB, Bench
+from volumes import MIB, Bench, mounted
 
 from rewarm.volume import create_volume
 
@@ -29,3 +29,21 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a tmpfs with these options; skips where that is not allowed."""
+    undo = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / f"disk{len(undo)}"
+        unmount = mounted(place, options)
+        if unmount is None:
+            pytest.skip("mounting a tmpfs needs root")
+        undo.append(unmount)
+        return place
+
+    yield mount
+    for unmount in undo:
+        unmount()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from volumes import MIB, Bench, mounted, namespace_of, store, tree
+from volumes import MIB, Bench, namespace_of, store, tree
 
 from rewarm.cli.common import run
 from rewarm.cli.main import cli
@@ -19,24 +19,6 @@ from rewarm.units import TIB
 from rewarm.volume import create_volume
 
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with these options; skips where that is not allowed."""
-    undo = []
-
-    def mount(options: str) -> Path:
-        place = tmp_path / f"disk{len(undo)}"
-        unmount = mounted(place, options)
-        if unmount is None:
-            pytest.skip("mounting a tmpfs needs root")
-        undo.append(unmount)
-        return place
-
-    yield mount
-    for unmount in undo:
-        unmount()
 
 
 def refused(capsys: Captured, code: int, says: str, *words: str) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from volumes import (
     Bench,
     key,
     load,
-    mounted,
     namespace_of,
     record_files,
     record_path,
@@ -37,24 +36,6 @@ from rewarm.volume.janitor.root import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.session import ENTRY, Session, SessionReader
 from rewarm.volume.usage import read_usage
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with these options; skips where that is not allowed."""
-    undo = []
-
-    def mount(options: str) -> Path:
-        place = tmp_path / f"disk{len(undo)}"
-        unmount = mounted(place, options)
-        if unmount is None:
-            pytest.skip("mounting a tmpfs needs root")
-        undo.append(unmount)
-        return place
-
-    yield mount
-    for unmount in undo:
-        unmount()
 
 
 def is_paused(volume: Volume) -> bool:
