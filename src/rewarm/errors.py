@@ -95,8 +95,13 @@ class VolumeFull(StorageError):
     """The volume or the file system below it has no room for what was asked."""
 
     def __init__(self, path: str, *, need_bytes: int, free_bytes: int, hint: str = "") -> None:
+        from rewarm.units import format_size  # imports this module
+
+        need, free = format_size(need_bytes), format_size(free_bytes)
+        if need == free:
+            need, free = f"{need} ({need_bytes} bytes)", f"{free} ({free_bytes} bytes)"
         super().__init__(
-            f"{path} has {free_bytes} bytes free, {need_bytes} are needed",
+            f"{path} has {free} free, {need} are needed",
             path=path,
             hint=hint or f"give it more room, or: rewarm volume evict {path} --until 10%",
         )

@@ -212,4 +212,6 @@ class EngineConfig:
     slot_bytes: int = 0
     """Largest record file (header and padding included) that a slot holds."""
     ring_address: int = 0
-    """Use this memory (pinned by the caller, aligned to 4096, ring_bytes long) instead of allocating; 0: allocate."""
+    """Use this memory (pinned by the caller, aligned to 4096, ring_bytes long) instead of allocating; 0: allocate.
+
+    It must outlive the slots that abandoned reads hold: a read that hangs may still write there after close()."""

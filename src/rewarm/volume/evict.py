@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from rewarm.errors import BusyError, RewarmError, UsageError
+from rewarm.units import format_size
 from rewarm.volume.check import remove_record
 from rewarm.volume.count import record_entries
 from rewarm.volume.info import NamespaceInfo
@@ -52,7 +53,8 @@ def evict_until(
     for root, file in read_roots(roots).items():
         wanted = free_bytes(file.capacity_bytes)
         if wanted > file.capacity_bytes:
-            raise UsageError(f"{root} may hold {file.capacity_bytes} bytes, so {wanted} can never be free in it")
+            may, asked = format_size(file.capacity_bytes), format_size(wanted)
+            raise UsageError(f"{root} may hold {may}, so {asked} can never be free in it")
         target = file.capacity_bytes - wanted
         janitor = RootJanitor(root)
         with janitor.alone() as is_alone, closing(UsageFile(RootPaths(root).usage)) as usage:

@@ -102,7 +102,7 @@ def test_more_than_the_disk_has(small_disk: Callable[[str], Path], capsys: Captu
 def test_a_disk_without_room_for_another_file(small_disk: Callable[[str], Path], capsys: Captured) -> None:
     for inodes in range(2, 6):
         disk = small_disk(f"size=64m,nr_inodes={inodes}")
-        refused(capsys, 4, "bytes free", str(disk), "--size", "2MiB")
+        refused(capsys, 4, "free, 16.0 MiB are needed", str(disk), "--size", "2MiB")
         assert not list(disk.iterdir())
 
 
