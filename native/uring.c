@@ -1,5 +1,5 @@
-/* The engine of io_uring, by raw system calls: a worker has a ring of its own and up to DEPTH units under way in it. It
- * opens files, checks and scatters itself; what has no bytes to move, or writes a record, it does as the engine of
+/* The engine of io_uring, by raw system calls: a worker has a ring of its own and up to DEPTH small units under way in it.
+ * It opens files, checks and scatters itself; what has no bytes to move, or writes a record, it does as the engine of
  * threads does, when its ring is empty. */
 #include "internal.h"
 
@@ -13,6 +13,9 @@
 #include <unistd.h>
 
 #define DEPTH 8u
+/* A worker with so many bytes under way takes no more units. With 8 MiB a worker a host handed all 256 MiB over at once
+ * (some tell of ends only when their queue is empty), and the checksums came after the reads: 0.88 of the floor, not 0.97. */
+#define DEPTH_BYTES (256u << 10)
 
 /* Newer than some kernel headers; a kernel that does not know them says EINVAL. */
 #define SETUP_COOP_TASKRUN (1u << 8)
@@ -23,6 +26,7 @@ typedef struct flight {
     unit unit;
     span span;
     uint8_t *page;
+    uint64_t bytes;
     int is_busy;
 } flight;
 
@@ -35,6 +39,7 @@ typedef struct ring {
     struct io_uring_cqe *done;
     uint32_t mask, done_mask;
     uint32_t num_busy;   /* flights that have not landed */
+    uint64_t bytes_busy; /* theirs */
     uint32_t num_queued; /* of them, those that the kernel was not told of yet */
     uint8_t *pages;
     flight flights[DEPTH];
@@ -160,6 +165,7 @@ static void land(worker *w, ring *r, flight *f, int error)
         error = unit_check(&u, f->page);
     f->is_busy = 0;
     r->num_busy--;
+    r->bytes_busy -= f->bytes;
     worker_end(w, &u, error);
 }
 
@@ -216,6 +222,8 @@ static void begin(worker *w, ring *r, const unit *u)
     f->is_busy = 1;
     r->num_busy++;
     unit_span(u, f->page, &f->span);
+    f->bytes = f->span.parts[0].iov_len + f->span.parts[1].iov_len;
+    r->bytes_busy += f->bytes;
     submit(r, f);
 }
 
@@ -229,7 +237,7 @@ void uring_run(worker *w)
     for (;;) {
         unit u;
         const int is_empty = !r->num_busy;
-        if (r->num_busy < DEPTH && worker_begin(w, &u, is_empty, is_empty))
+        if (r->num_busy < DEPTH && r->bytes_busy < DEPTH_BYTES && worker_begin(w, &u, is_empty, is_empty))
             begin(w, r, &u);
         else if (is_empty)
             break;

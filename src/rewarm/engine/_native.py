@@ -33,6 +33,8 @@ THREADS, URING = range(1, 3)
 
 TRANSFER = struct.Struct("<BBB5xQQQQQQIIII32s32s")
 """rw_transfer, packed by hand: filling a ctypes structure costs ten times as much."""
+RESULT = struct.Struct("=Ii")
+"""rw_result, for the same reason."""
 
 
 class Transfer(Structure):

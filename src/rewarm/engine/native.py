@@ -215,7 +215,7 @@ class NativeCompletion:
         if self._taken is None:
             self._taken = (rw.Result * max(1, self._count))()
         count = _checked(self._calls.rw_take(self._batch, self._taken, self._count))
-        return [(result.index, result.result) for result in self._taken[:count]]
+        return list(rw.RESULT.iter_unpack(memoryview(self._taken).cast("B")[: count * rw.RESULT.size]))
 
     def results(self) -> list[int]:
         """See engine.base.Completion."""

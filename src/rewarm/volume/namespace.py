@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rewarm.engine.base import Probe, ReadRecord, RecordTarget, Transfer
 from rewarm.engine.record import KEY_BYTES
 from rewarm.engine.scan import scan_keys
 from rewarm.errors import UsageError
-from rewarm.volume.handles import LoadHandle, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
+from rewarm.volume.handles import LoadHandle, Note, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
 from rewarm.volume.index import KeyIndex
 from rewarm.volume.layout import NamespaceFile
 from rewarm.volume.root import Root
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROBE_DEADLINE_S = 5.0
 """A root that does not answer by then is taken to hold nothing."""
+FIRST_RECORDS = 64
+"""Enough to keep a device busy for the 3 ms in which 2,000 more are prepared."""
 
 
 class Namespace:
@@ -106,24 +108,43 @@ class Namespace:
             UsageError: A malformed key or target.
         """
         self._volume.check_usable()
-        by_root: dict[int, list[int]] = {}
-        refused = []
-        for position, (key, _) in enumerate(targets):
-            number = self._root_of(_checked(key))
-            if self._volume.roots[number].health.loads.is_on:
-                refused.append(position)
-            else:
-                by_root.setdefault(number, []).append(position)
-        parts = []
-        for number, positions in by_root.items():
-            record_path = self._volume.roots[number].paths.record
-            transfers: list[Transfer] = [
-                ReadRecord(record_path(self.id, key), key, self.id, self.payload_bytes, target)
-                for key, target in (targets[position] for position in positions)
-            ]
-            completion = self._volume.engine.submit(transfers, deadline_s=deadline_s)
-            parts.append(Part(completion, positions, self._load_note(number, targets)))
+        for key, _ in targets:
+            _checked(key)
+        refused: list[int] = []
+        parts: list[Part] = []
+        try:
+            for number, positions in self._by_root(targets):
+                if self._volume.roots[number].health.loads.is_on:
+                    refused += positions
+                    continue
+                note = self._load_note(number, targets)
+                for some in _first_few_first(positions):
+                    completion = self._volume.engine.submit(self._reads(number, targets, some), deadline_s=deadline_s)
+                    parts.append(Part(completion, some, note))
+        except BaseException:
+            for part in parts:
+                part.completion.cancel()  # the targets are the caller's again
+            raise
         return LoadHandle(len(targets), parts, refused)
+
+    def _by_root(self, targets: Sequence[tuple[bytes, RecordTarget]]) -> Iterable[tuple[int, Sequence[int]]]:
+        """The positions of targets whose records are on each root, as far as is known."""
+        if len(self._indexes) == 1:
+            return [(0, range(len(targets)))] if targets else []
+        by_root: dict[int, list[int]] = {}
+        for position, (key, _) in enumerate(targets):
+            by_root.setdefault(self._root_of(key), []).append(position)
+        return by_root.items()
+
+    def _reads(
+        self, number: int, targets: Sequence[tuple[bytes, RecordTarget]], positions: Sequence[int]
+    ) -> list[Transfer]:
+        record_path = self._volume.roots[number].paths.records(self.id)
+        namespace_id, payload_bytes = self.id, self.payload_bytes
+        return [
+            ReadRecord(record_path(key), key, namespace_id, payload_bytes, target)
+            for key, target in map(targets.__getitem__, positions)
+        ]
 
     def store(self, payloads: Sequence[tuple[bytes, int]]) -> StoreHandle:
         """Start to store records, behind all loads.
@@ -177,34 +198,47 @@ class Namespace:
             root.health.note_load(error.errno or errno.EIO)
             self._volume.counters.add("rewarm_io_errors_total", 1, root.name)
 
-    def _load_note(self, number: int, targets: Sequence[tuple[bytes, RecordTarget]]) -> Callable[[int, int], None]:
+    def _load_note(self, number: int, targets: Sequence[tuple[bytes, RecordTarget]]) -> Note:
         root = self._volume.roots[number]
 
-        def note(index: int, result: int) -> None:
-            key, outcome = targets[index][0], outcome_of(result)
-            if result != errno.ECANCELED:
+        def note(ended: Sequence[tuple[int, int]]) -> None:
+            for result in sorted({result for _, result in ended} - {errno.ECANCELED}, reverse=True):  # 0 last
                 root.health.note_load(result)
-            if outcome in {Outcome.MISS, Outcome.DAMAGED}:
-                self._indexes[number].discard(key)
-            if outcome is Outcome.DAMAGED:
-                self._volume.note_damaged(root, self.id, key)
-            elif outcome is Outcome.IO_ERROR:
-                self._volume.counters.add("rewarm_io_errors_total", 1, root.name)
+            for index, result in ended:
+                if result:
+                    self._note_no_hit(number, targets[index][0], outcome_of(result))
 
         return note
 
-    def _probe_note(self, number: int, keys: Sequence[bytes]) -> Callable[[int, int], None]:
+    def _note_no_hit(self, number: int, key: bytes, outcome: Outcome) -> None:
+        root = self._volume.roots[number]
+        if outcome in {Outcome.MISS, Outcome.DAMAGED}:
+            self._indexes[number].discard(key)
+        if outcome is Outcome.DAMAGED:
+            self._volume.note_damaged(root, self.id, key)
+        elif outcome is Outcome.IO_ERROR:
+            self._volume.counters.add("rewarm_io_errors_total", 1, root.name)
+
+    def _probe_note(self, number: int, keys: Sequence[bytes]) -> Note:
         root = self._volume.roots[number]
 
-        def note(index: int, result: int) -> None:
-            if result != errno.ECANCELED:
-                root.health.note_load(result)
-            if result == 0 and not self._volume.is_damaged(self.id, keys[index]):
-                self._indexes[number].add(keys[index])
-            elif result == errno.ENOENT:
-                self._indexes[number].discard(keys[index])
+        def note(ended: Sequence[tuple[int, int]]) -> None:
+            for index, result in ended:
+                if result != errno.ECANCELED:
+                    root.health.note_load(result)
+                if result == 0 and not self._volume.is_damaged(self.id, keys[index]):
+                    self._indexes[number].add(keys[index])
+                elif result == errno.ENOENT:
+                    self._indexes[number].discard(keys[index])
 
         return note
+
+
+def _first_few_first(positions: Sequence[int]) -> Sequence[Sequence[int]]:
+    """A large load's first records on their own, so that the device works while the others are prepared."""
+    if len(positions) < 2 * FIRST_RECORDS:
+        return [positions]
+    return [positions[:FIRST_RECORDS], positions[FIRST_RECORDS:]]
 
 
 def _checked(key: bytes) -> bytes:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from volumes import (
@@ -24,9 +25,11 @@ from volumes import (
 )
 
 from rewarm.engine import alloc_aligned
-from rewarm.engine.base import ToSlot
+from rewarm.engine.base import Completion, Engine, ToMemory, ToSlot
 from rewarm.errors import BusyError, UsageError, VolumeClosed
+from rewarm.testing.engines import Counting
 from rewarm.volume import Outcome, StoreHandle, Volume, create_volume
+from rewarm.volume.namespace import FIRST_RECORDS
 from rewarm.volume.usage import read_usage
 
 
@@ -175,6 +178,40 @@ def test_malformed_arguments_are_usage_errors(root: str, bench: Bench) -> None:
         namespace.store([(key(1), 4097)])
     with pytest.raises(UsageError, match="plain JSON"):
         bench.open(root).namespace({"a": float("nan")}, payload_bytes=1)
+
+
+def test_a_large_load_is_one_load(root: str, bench: Bench) -> None:
+    namespace = namespace_of(bench.open(root), payload_bytes=4096)
+    numbers = list(range(5 * FIRST_RECORDS))
+    assert all(store(namespace, numbers))
+    assert set(load(namespace, numbers)) == {Outcome.HIT}
+    assert set(load(namespace, [*numbers, 10_000])) == {Outcome.HIT, Outcome.MISS}
+
+
+class Keeping(Counting):
+    """Keeps the completions."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.completions: list[Completion] = []
+
+    def submit(self, *arguments: Any, **options: Any) -> Completion:
+        self.completions.append(super().submit(*arguments, **options))
+        return self.completions[-1]
+
+
+def test_a_load_that_is_refused_in_the_middle_has_let_go_of_its_memory(root: str, bench: Bench) -> None:
+    bench.engine = engine = Keeping(bench.engine)
+    namespace = namespace_of(bench.open(root), payload_bytes=4096)
+    numbers = range(3 * FIRST_RECORDS)
+    buffer = alloc_aligned(4096 * len(numbers))
+    targets = [(key(number), ToMemory(buffer.address + 4096 * number)) for number in numbers]
+    targets[-1] = (key(0), ToMemory(buffer.address + 1))
+    with pytest.raises(UsageError, match="aligned"):
+        namespace.load(targets)
+    assert engine.completions
+    assert all(completion.done() for completion in engine.completions)
+    buffer.close()
 
 
 def test_a_result_before_the_end_is_refused(root: str, bench: Bench) -> None:
