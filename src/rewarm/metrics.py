@@ -44,6 +44,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+_EVICTED = "that this server's janitor removed to stay within the capacity; of servers that share a volume one evicts"
 _OUTCOME = "hit, miss, damaged, io_error, timeout"
 
 METRICS: tuple[Metric, ...] = (
@@ -67,8 +68,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rewarm_volume_used_bytes", GAUGE, "Bytes that the volume holds, the records of all processes and servers."),
     Metric("rewarm_volume_capacity_bytes", GAUGE, "Bytes that the volume may hold."),
     Metric("rewarm_volume_scan_seconds", GAUGE, "Time that the scan at open took."),
-    Metric("rewarm_evicted_records_total", COUNTER, "Records removed to stay within the capacity."),
-    Metric("rewarm_evicted_bytes_total", COUNTER, "Bytes of the records removed to stay within the capacity."),
+    Metric("rewarm_evicted_records_total", COUNTER, f"Records {_EVICTED}."),
+    Metric("rewarm_evicted_bytes_total", COUNTER, f"Bytes of the records {_EVICTED}."),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -49,6 +49,9 @@ class _NoJanitor:
 
     def __init__(self, roots: list[str]) -> None: ...
     def ensure(self) -> None: ...
+    def take_evicted(self) -> tuple[int, int]:
+        return 0, 0
+
     def close(self) -> None: ...
 
 

@@ -70,7 +70,6 @@ class Volume:
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, Namespace] = {}
         self._damaged: dict[tuple[bytes, bytes], None] = {}
-        self._evicted: dict[str, tuple[int, int]] = {}
         self._used_bytes = dict.fromkeys((root.name for root in roots), 0)
         self._is_closed = False
         self._janitor = janitor
@@ -181,6 +180,7 @@ class Volume:
                 _close_root(root)
         if self._janitor is not None:
             self._janitor.close()
+            self._count_evicted(self._janitor)
 
     def check_usable(self) -> None:
         """Raises VolumeClosed, or BusyError in a forked child."""
@@ -242,6 +242,7 @@ class Volume:
         try:
             if self._janitor is not None and not self._is_closed:
                 self._janitor.ensure()
+                self._count_evicted(self._janitor)
             record_count = sum(len(namespace) for namespace in list(self._namespaces.values()))
             self.counters.set("rewarm_volume_records", record_count)
             self.counters.set("rewarm_kv_stores_paused", float(any(keeper.is_full for keeper in self._keepers)))
@@ -256,13 +257,14 @@ class Volume:
         if root.health.stores.is_on:
             return
         usage = read_usage(root.paths.usage)
-        if not usage.is_known:
-            return
-        self._used_bytes[root.name] = usage.used_bytes
-        before = self._evicted.get(root.name, (usage.evicted_records, usage.evicted_bytes))
-        self._evicted[root.name] = (usage.evicted_records, usage.evicted_bytes)
-        self.counters.add("rewarm_evicted_records_total", max(0, usage.evicted_records - before[0]))
-        self.counters.add("rewarm_evicted_bytes_total", max(0, usage.evicted_bytes - before[1]))
+        if usage.is_known:
+            self._used_bytes[root.name] = usage.used_bytes
+
+    def _count_evicted(self, janitor: JanitorProcess) -> None:
+        """What the own child evicted: of all the processes of a volume, one counts each record."""
+        records, num_bytes = janitor.take_evicted()
+        self.counters.add("rewarm_evicted_records_total", records)
+        self.counters.add("rewarm_evicted_bytes_total", num_bytes)
 
 
 def _check_payload(there: int, asked: int) -> None:

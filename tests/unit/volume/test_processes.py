@@ -25,7 +25,8 @@ from volumes import (
 )
 
 from rewarm.errors import BusyError
-from rewarm.volume import Outcome, create_volume
+from rewarm.volume import Outcome, Volume, create_volume
+from rewarm.volume.janitor import process as janitor_process
 from rewarm.volume.janitor.root import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.usage import read_usage
@@ -113,6 +114,64 @@ def test_three_writers_keep_one_budget_under_one_janitor(tmp_path: Path, writers
     used = exact_usage(root)
     assert used == len(record_files(root)) * RECORD_BYTES <= capacity
     assert not temporaries(root)
+
+
+def test_each_eviction_is_counted_by_one_process(tmp_path: Path, bench: Bench) -> None:
+    root = str(tmp_path / "kv")
+    create_volume([root], capacity_bytes=4 * MIB)
+    servers = [bench.open(root, janitor=True) for _ in range(2)]
+    ranks = [bench.open(root) for _ in range(2)]
+    first = 0
+    while read_usage(RootPaths(root).usage).evicted_records < 64:
+        assert first < 2000
+        store(namespace_of(ranks[first % 2]), range(first, first + 16))
+        first += 16
+    wait_for(lambda: sum(counted(server)[0] for server in servers) >= 16, "a server to tell while it runs")
+    for volume in (*ranks, *servers):
+        volume.close()
+    usage = read_usage(RootPaths(root).usage)
+    assert [sum(pair) for pair in zip(*map(counted, servers), strict=True)] == [
+        usage.evicted_records,
+        usage.evicted_bytes,
+    ]
+    assert [counted(rank) for rank in ranks] == [(0, 0), (0, 0)]
+
+
+def counted(volume: Volume) -> tuple[float, float]:
+    """(records, bytes) that a process says were evicted."""
+    value = volume.counters.value
+    return value("rewarm_evicted_records_total"), value("rewarm_evicted_bytes_total")
+
+
+def test_a_janitor_that_lived_long_is_started_again_soon(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(janitor_process.time, "monotonic", lambda: now[0])
+    janitor = janitor_process.JanitorProcess([root])
+    try:
+
+        def starts_after_kill() -> bool:
+            pid = janitor.pid
+            os.kill(pid, signal.SIGKILL)
+            janitor._process.wait()
+            janitor.ensure()
+            return janitor.pid != pid
+
+        assert starts_after_kill()
+        assert not starts_after_kill(), "it pauses after the first one"
+        for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+            now[0] += pause
+            janitor.ensure()
+            assert starts_after_kill() is False, f"a pause of more than {pause} s"
+        now[0] += 60
+        janitor.ensure()
+        now[0] += 61
+        assert starts_after_kill(), "it lived for more than a minute"
+        assert not starts_after_kill()
+        now[0] += 1
+        janitor.ensure()
+        assert janitor._process.poll() is None
+    finally:
+        janitor.close()
 
 
 def test_kill_9_of_the_janitor_hands_over(tmp_path: Path, writers: Writers, bench: Bench) -> None:

@@ -8,8 +8,11 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 
 from rewarm.errors import RewarmError
+from rewarm.volume.janitor.process import EVICTED
 from rewarm.volume.janitor.root import RootJanitor
 
 _PARENT_STEP_S = 1.0
@@ -23,6 +26,8 @@ def main() -> int:
     parent, roots = int(sys.argv[1]), sys.argv[2:]
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: ended.set())
+    os.set_blocking(sys.stdout.fileno(), False)
+    janitors: list[RootJanitor] = []
     threads = []
     for root in roots:
         try:
@@ -33,13 +38,31 @@ def main() -> int:
         thread = threading.Thread(target=janitor.run, args=(ended.wait,), name=root, daemon=True)
         thread.start()
         threads.append(thread)
+        janitors.append(janitor)
+    told = (0, 0)
     while not ended.is_set() and os.getppid() == parent and any(thread.is_alive() for thread in threads):
         if select.select([sys.stdin], [], [], _PARENT_STEP_S)[0]:
             break
+        told = _tell(janitors, told)
     ended.set()
     for thread in threads:
         thread.join(_END_WAIT_S)
+    _tell(janitors, told)
     return 0 if threads else 4
+
+
+def _tell(janitors: Sequence[RootJanitor], told: tuple[int, int]) -> tuple[int, int]:
+    """Tell the parent what was evicted since ``told``; returns what it has been told by now.
+
+    A parent that does not listen, or is gone, is no reason to stop: it is told the next time.
+    """
+    now = (sum(janitor.evicted_records for janitor in janitors), sum(janitor.evicted_bytes for janitor in janitors))
+    if now == told:
+        return told
+    with suppress(BlockingIOError, BrokenPipeError):
+        os.write(sys.stdout.fileno(), (EVICTED % (now[0] - told[0], now[1] - told[1])).encode())
+        return now
+    return told
 
 
 if __name__ == "__main__":

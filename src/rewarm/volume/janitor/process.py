@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,11 @@ import rewarm
 _CLOSE_WAIT_S = 10.0
 _FIRST_RESTART_S = 1.0
 _MAX_RESTART_S = 60.0
+EVICTED = "evicted %d %d\n"
+"""What the child writes to its standard output: records and bytes that it evicted since it last said so."""
+_EVICTED_LINE = re.compile(rb"^evicted (\d{1,18}) (\d{1,18})$", re.MULTILINE)
+_READ_BYTES = 1 << 20
+"""As much as a pipe ever holds."""
 
 
 class JanitorProcess:
@@ -23,7 +29,8 @@ class JanitorProcess:
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = list(roots)
         self._restart_s = _FIRST_RESTART_S
-        self._next_start = 0.0
+        self._next_start = self._started = 0.0
+        self._evicted = [0, 0]
         self._process = self._start()
 
     @property
@@ -32,37 +39,68 @@ class JanitorProcess:
         return self._process.pid
 
     def ensure(self) -> None:
-        """Start another one if it is gone, with growing pauses."""
-        if self._process.poll() is None or time.monotonic() < self._next_start:
+        """Start another one if it is gone, with pauses that grow while each new one ends soon."""
+        now = time.monotonic()
+        if self._process.poll() is None or now < self._next_start:
             return
-        self._next_start = time.monotonic() + self._restart_s
+        if now - self._started > _MAX_RESTART_S:
+            self._restart_s = _FIRST_RESTART_S
+        self._next_start = now + self._restart_s
         self._restart_s = min(2 * self._restart_s, _MAX_RESTART_S)
-        self._close_pipe()
+        self._close_pipes()
         self._process = self._start()
+
+    def take_evicted(self) -> tuple[int, int]:
+        """(records, bytes) that the child evicted, as far as it has said so, since the last call."""
+        self._hear()
+        records, num_bytes = self._evicted
+        self._evicted = [0, 0]
+        return records, num_bytes
 
     def close(self) -> None:
         """End it; it saves its order first. Idempotent."""
-        self._close_pipe()
+        self._close_stdin()
         try:
             self._process.wait(_CLOSE_WAIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_WAIT_S)
+        self._close_pipes()
 
     def _start(self) -> subprocess.Popen[bytes]:
         """It ends when the other end of its standard input closes: with close(), or with this process."""
+        self._started = time.monotonic()
         source = str(Path(rewarm.__file__).parents[1])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "rewarm.volume.janitor", str(os.getpid()), *self._roots],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            bufsize=0,
             env={**os.environ, "PYTHONPATH": path},
             cwd="/",
         )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        return process
 
-    def _close_pipe(self) -> None:
+    def _hear(self) -> None:
+        """Take what the child has said: whole lines, since a pipe does not cut short writes."""
+        stdout = self._process.stdout
+        if stdout is None or stdout.closed:
+            return
+        for records, num_bytes in _EVICTED_LINE.findall(stdout.read(_READ_BYTES) or b""):
+            self._evicted[0] += int(records)
+            self._evicted[1] += int(num_bytes)
+
+    def _close_stdin(self) -> None:
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
+
+    def _close_pipes(self) -> None:
+        self._hear()
+        self._close_stdin()
+        if self._process.stdout is not None:
+            self._process.stdout.close()

@@ -73,6 +73,8 @@ class RootJanitor:
         self._synced_bytes = 0
         self._is_ready = self._is_exact = False
         self._changed = False
+        self.evicted_records = self.evicted_bytes = 0
+        """What this object evicted, so far; read by another thread."""
 
     def run(self, stop: Callable[[float], bool]) -> None:
         """Wait for the lock, then work until ``stop(seconds)``, which waits that long, says True."""
@@ -196,6 +198,8 @@ class RootJanitor:
             usage.pressure_bytes = max(0, usage.pressure_bytes - num_bytes)
             usage.evicted_records += num_records
             usage.evicted_bytes += num_bytes
+        self.evicted_records += num_records
+        self.evicted_bytes += num_bytes
 
     def _evict_undescribed(self) -> int:
         """Remove records that no description tells how to read: no server that is to come can use them."""
