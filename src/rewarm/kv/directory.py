@@ -152,6 +152,10 @@ class ChunkDirectory:
         _remember(self._storing, chunk, 0)
         return True
 
+    def is_storing(self, chunk: bytes) -> bool:
+        """Whether a store is under way that some rank has not yet told the end of."""
+        return chunk in self._storing
+
     def take(self, report: StepReport) -> None:
         """Learn what the ranks stored, gave up and failed to load."""
         for chunk, count in report.stored.items():

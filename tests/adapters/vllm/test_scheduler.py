@@ -143,6 +143,64 @@ def test_stores_that_find_no_room_are_made_up_for_while_the_request_runs(place: 
     assert counted(server, "rewarm_kv_stores_total", "failed") == 0
 
 
+def test_nothing_is_stored_behind_a_store_that_failed_until_the_gap_is_closed(place: Place) -> None:
+    server = place.server()
+    failed = lose_one_store(place, server, 1)
+    server.add(prompt(1), "long", output_tokens=8 * CHUNK_TOKENS)
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    tokens = list(server._live.pop("long").request.all_token_ids)
+    num_chunks = len(tokens) // CHUNK_TOKENS
+    place.settle(server)
+    assert len(failed) == 1
+    num_stored, num_skipped = place.records(), counted(server, "rewarm_kv_stores_total", "skipped")
+    assert num_skipped > 0, "what was computed once the failure was known"
+    assert num_stored + num_skipped == num_chunks - 1
+    assert cold(server, tokens) == [CHUNK_BLOCKS], "a lookup ends at the gap"
+    place.settle(server)
+    assert place.records() == num_chunks
+    assert cold(server, tokens) == [num_chunks * CHUNK_BLOCKS]
+
+
+def lose_one_store(place: Place, server: MiniServer, index: int) -> list[bytes]:
+    """Let the store of one chunk of the first batch fail; returns a list that will hold its id."""
+    worker = server.worker._rank.worker
+    lost: list[bytes] = []
+    real = worker._note_stored
+
+    def note(chunks: list[bytes], results: list[bool]) -> None:
+        results = list(results)
+        if not lost:
+            lost.append(chunks[index])
+            results[index] = False
+            name = worker._key(chunks[index]).hex()
+            next(place.root.glob(f"*/{name[:2]}/{name}.rec")).unlink()
+        real(chunks, results)
+
+    worker._note_stored = note
+    return lost
+
+
+def test_a_chunk_that_was_evicted_in_the_middle_is_all_that_is_stored_again(place: Place) -> None:
+    server = place.server()
+    place.fill(server, [prompt(1)])
+    worker = server.worker._rank.worker
+    scheduler = server.scheduler.connector._scheduler
+    before = {record.name: record.stat().st_ino for record in place.root.glob("*/??/*.rec")}
+    server.add(prompt(1), "again", output_tokens=1)
+    chunk = scheduler._chunk_id(scheduler._track(server._live["again"].request), 1)
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    server._live.pop("again")
+    evicted = worker._key(chunk).hex() + ".rec"
+    next(place.root.glob(f"*/??/{evicted}")).unlink()
+    server.forget_device_cache()
+    server.run([prompt(1)])
+    place.settle(server)
+    after = {record.name: record.stat().st_ino for record in place.root.glob("*/??/*.rec")}
+    assert {name for name in before if after[name] != before[name]} <= {evicted}
+    assert set(after) == set(before)
+    assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
+
+
 def test_on_reuse_stores_the_second_time(place: Place) -> None:
     server = place.server(store="on_reuse")
     server.run([prompt(1)])

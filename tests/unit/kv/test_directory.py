@@ -151,3 +151,19 @@ def test_touch_reaches_every_shard() -> None:
     directory.touch(CHUNKS[:2])
     for shard, namespace in zip(shards, namespaces, strict=True):
         assert namespace.touched == [shard.key(chunk) for chunk in CHUNKS[:2]]
+
+
+def test_a_store_is_under_way_until_every_rank_has_told_its_end() -> None:
+    directory, _, _, _ = make(num_ranks=2)
+    assert not directory.is_storing(CHUNKS[0])
+    for last in (
+        StepReport(stored={CHUNKS[0]: 1}),
+        StepReport(put_off={CHUNKS[1]: 1}),
+        StepReport(dropped={CHUNKS[2]: 1}),
+    ):
+        (chunk,) = (*last.stored, *last.put_off, *last.dropped)
+        assert directory.wants_store(chunk)
+        directory.take(StepReport(stored={chunk: 1}))
+        assert directory.is_storing(chunk), "the other rank is still at it"
+        directory.take(last)
+        assert not directory.is_storing(chunk)

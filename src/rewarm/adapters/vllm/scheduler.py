@@ -6,6 +6,7 @@ No torch and no I/O on this thread: presence comes from the volume's index, and 
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ class _Tracked:
     """Leading chunks that were considered for a store."""
     put_off: list[int] = field(default_factory=list)
     """Chunks whose store found no room; ordered again while the request holds its blocks."""
+    first_failed: int = sys.maxsize
+    """The first chunk whose store failed. None behind it is stored: a lookup ends there, and whoever computes this
+    context again stores all of it."""
     lookup: PrefixLookup | None = None
     num_resident_tokens: int = 0
 
@@ -214,8 +218,14 @@ class SchedulerSide:
                 tracked.put_off.append(index)
             else:
                 self._count_skipped(1)
-        for chunk in (*report.stored, *report.dropped):
-            self._stores.pop(chunk, None)
+        for chunk in report.dropped:
+            request_id, index = self._stores.pop(chunk, ("", 0))
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.first_failed = min(tracked.first_failed, index)
+        for chunk in report.stored:
+            if self._directory is None or not self._directory.is_storing(chunk):  # else other ranks are still at it
+                self._stores.pop(chunk, None)
 
     def request_finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once: stores were taken out of them in their own step."""
@@ -288,7 +298,9 @@ class SchedulerSide:
         tracked.put_off = [index for index in tracked.put_off if index >= num_ready]
         for index in (*put_off, *range(tracked.num_considered, num_ready)):
             chunk = self._chunk_id(tracked, index)
-            if self._directory.wants_store(chunk):
+            if index > tracked.first_failed:
+                self._count_skipped(not self._directory.is_present(chunk))
+            elif self._directory.wants_store(chunk):
                 ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
