@@ -16,6 +16,7 @@ import pytest
 from rewarm.cli import common
 from rewarm.cli.main import _COMMANDS, cli
 from rewarm.errors import BusyError, DamageError, ExitCode, RewarmError, StorageError, UnsupportedError, UsageError
+from rewarm.volume.access import access_hint
 
 Captured = pytest.CaptureFixture[str]
 REWARM = [sys.executable, "-m", "rewarm.cli.main"]
@@ -107,7 +108,12 @@ def test_a_missing_module_of_our_own_is_our_bug(monkeypatch: pytest.MonkeyPatch,
         (UsageError("a", hint="b"), 2, "error: a\nhint: b\n"),
         (UnsupportedError("a"), 3, "error: a\n"),
         (StorageError("a", path="/x", errno=5), 4, "error: a\n"),
-        (PermissionError(13, "Permission denied", "/x"), 4, "error: Permission denied: /x\n"),
+        (OSError(5, "Input/output error", "/x"), 4, "error: Input/output error: /x\n"),
+        (
+            OSError(30, "Read-only file system", "/x"),
+            4,
+            f"error: Read-only file system: /x\nhint: {access_hint('/x', 30)}\n",
+        ),
         (DamageError("a"), 5, "error: a\n"),
         (BusyError("a"), 6, "error: a\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),

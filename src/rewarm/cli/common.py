@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rewarm.errors import ExitCode, RewarmError
+from rewarm.errors import ExitCode, RewarmError, StorageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -160,9 +160,16 @@ def _drop_output() -> None:
     os.close(null)
 
 
+def _access_hint(path: str, number: int | None) -> str:
+    from rewarm.volume.access import access_hint  # brings the engine with it, which --help does not need
+
+    return access_hint(path, number or 0)
+
+
 def _report(error: Exception) -> int:
     if isinstance(error, RewarmError):
-        print_error(error.message, error.hint)
+        hint = _access_hint(error.path, error.errno) if isinstance(error, StorageError) and not error.hint else ""
+        print_error(error.message, error.hint or hint)
         return error.exit_code
     if isinstance(error, _NO_ARGUMENTS):
         click.echo(error.format_message(), err=True)
@@ -172,7 +179,8 @@ def _report(error: Exception) -> int:
         print_error(error.format_message(), f"{context.command_path} --help" if context else "")
         return ExitCode.USAGE
     if isinstance(error, OSError) and error.filename is not None:
-        print_error(f"{error.strerror}: {os.fsdecode(error.filename)}")
+        path = os.fsdecode(error.filename)
+        print_error(f"{error.strerror}: {path}", _access_hint(path, error.errno))
         return ExitCode.IO
     if isinstance(error, OSError) and error.errno in _STREAM_ERRORS:
         with suppress(OSError, ValueError):

@@ -241,7 +241,7 @@ def _print_rates(rows: Sequence[dict[str, Any]], *, is_first: bool) -> None:
 @quiet_option
 def verify(roots: Sequence[str], repair: bool, as_json: bool) -> ExitCode:
     """Read every record and check it. Exit code 5 when damage was found, 4 when only something could not be read."""
-    with progress("verify", volume_info(roots).num_records) as advance:
+    with progress("verify", _count_records(roots)) as advance:
         report = verify_volume(roots, repair=repair, advance=advance)
     if as_json:
         print_json({"schema": "rewarm.volume.verify/1", **dataclasses.asdict(report)})
@@ -253,6 +253,13 @@ def verify(roots: Sequence[str], repair: bool, as_json: bool) -> ExitCode:
     if report.damaged:
         return ExitCode.DAMAGE
     return ExitCode.IO if report.unreadable else ExitCode.DONE
+
+
+def _count_records(roots: Sequence[str]) -> int:
+    """For the bar alone: what cannot be read the verify says itself."""
+    with suppress(OSError):
+        return volume_info(roots).num_records
+    return 0
 
 
 def _print_problems(what: str, problems: Sequence[Problem]) -> None:
@@ -324,7 +331,7 @@ def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None) -> E
 @json_option
 @quiet_option
 def export(roots: Sequence[str], target: str, prefixes: Sequence[str], as_json: bool) -> ExitCode:
-    """Write all whole records into one tar file. Exit code 5 when damaged ones were left out."""
+    """Write all whole records into one tar file. Exit code 5 when some were left out: damaged, or not to be read."""
     if target == "-" and as_json:
         raise UsageError("--json and the archive cannot both go to stdout")
     found = volume_info(roots).namespaces
@@ -360,7 +367,7 @@ def _export_to_file(
     except BaseException as error:
         with suppress(OSError):
             os.unlink(partial)
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename in {None, partial}:
             raise StorageError(
                 f"{target} cannot be written: {error.strerror}", path=target, errno=error.errno or 0
             ) from error

@@ -23,9 +23,9 @@ from rewarm.engine.memory import PAGE_BYTES
 from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError
 from rewarm.units import MIB
 from rewarm.volume.check import RecordChecker, check_record
-from rewarm.volume.count import described_namespaces, record_entries
+from rewarm.volume.count import count_namespace, described_namespaces, record_entries
 from rewarm.volume.handles import StoreHandle
-from rewarm.volume.layout import NamespaceFile, RootPaths, identity_id, read_roots, to_text
+from rewarm.volume.layout import NamespaceFile, RootPaths, identity_id, namespace_ids, read_roots, to_text
 from rewarm.volume.namespace import Namespace
 from rewarm.volume.tar import Member, read_members, write_end, write_member
 from rewarm.volume.volume import Volume
@@ -46,7 +46,7 @@ class Exported:
     num_records: int = 0
     num_bytes: int = 0
     num_left_out: int = 0
-    """Damaged, or not to be read."""
+    """Damaged, of a newer format, or not to be read."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,12 @@ def export_archive(
     chosen: list[tuple[RootPaths, NamespaceFile]] = []
     for root in files:
         paths = RootPaths(root)
-        chosen += [(paths, n) for n in described_namespaces(paths) if only is None or n.id in only]
+        described = {n.id: n for n in described_namespaces(paths)}
+        for namespace_id in namespace_ids(root):
+            if namespace_id in described and (only is None or namespace_id in only):
+                chosen.append((paths, described[namespace_id]))
+            elif only is None or namespace_id in only:
+                done.num_left_out += count_namespace(paths, namespace_id)[0]
     _write_head(stream, {n.id: n for _, n in chosen}, next(iter(files.values())).volume_id)
     with tempfile.TemporaryFile() as manifest:
         for paths, namespace in chosen:

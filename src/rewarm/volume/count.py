@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 from rewarm.errors import RewarmError
@@ -22,22 +22,37 @@ def described_namespaces(paths: RootPaths, but: Collection[bytes] = ()) -> list[
     return found
 
 
-def record_entries(namespace_directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-    """(key, entry) of what has a record's name in a namespace's directory, in the order of the first two digits."""
-    try:
-        with os.scandir(namespace_directory) as level:
-            directories = sorted(entry.name for entry in level if entry.is_dir(follow_symlinks=False))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for digits in directories:
+def record_entries(
+    namespace_directory: str, on_error: Callable[[OSError], None] | None = None
+) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+    """(key, entry) of what has a record's name in a namespace's directory, in the order of the first two digits.
+
+    Args:
+        namespace_directory: Where to look; one that is not there has none.
+        on_error: Called for a directory that cannot be read, which is then left out; None: the error is raised.
+    """
+    found = sorted(
+        entry.name for entry in _entries(namespace_directory, on_error) if entry.is_dir(follow_symlinks=False)
+    )
+    for digits in found:
         if len(digits) != 2:
             continue
-        path = os.path.join(namespace_directory, digits)
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-            for entry in entries:
-                key = key_of_name(entry.name)
-                if key is not None and entry.name.startswith(digits):
-                    yield key, entry
+        for entry in _entries(os.path.join(namespace_directory, digits), on_error):
+            key = key_of_name(entry.name)
+            if key is not None and entry.name.startswith(digits):
+                yield key, entry
+
+
+def _entries(directory: str, on_error: Callable[[OSError], None] | None) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        if on_error is None:
+            raise
+        on_error(error)
 
 
 def count_namespace(paths: RootPaths, namespace_id: bytes) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rewarm.errors import StorageError, UsageError, VolumeFull
 from rewarm.units import MIB, format_size
+from rewarm.volume.access import access_hint
 from rewarm.volume.layout import DIR_MODE, RootFile, RootPaths, sync_directory, to_text, write_new
 from rewarm.volume.usage import Usage, new_usage_file
 
@@ -94,10 +95,11 @@ def _check_root(path: str) -> int:
         raise UsageError(f"{path} holds a volume already", hint=f"rewarm volume info {path} shows it")
     if names - _ALLOWED_BESIDE:
         raise UsageError(f"{path} is not empty", hint="a volume needs a directory of its own: name an empty or new one")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        hint = "give it to the user that runs the server, or name another one"
-        raise StorageError(f"{parent} is not writable", path=path, errno=errno.EACCES, hint=hint)
     numbers = os.statvfs(parent)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        number = errno.EROFS if numbers.f_flag & os.ST_RDONLY else errno.EACCES
+        hint = access_hint(parent, number)
+        raise StorageError(f"{parent} is not writable", path=path, errno=number, hint=hint)
     return max(0, numbers.f_bavail * numbers.f_frsize - _RESERVE_BYTES)
 
 

@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from rewarm.errors import BusyError, RewarmError, UsageError
+from rewarm.errors import BusyError, DamageError, RewarmError, UsageError
 from rewarm.units import format_size
+from rewarm.volume.access import changing
 from rewarm.volume.check import remove_record
 from rewarm.volume.count import record_entries
 from rewarm.volume.info import NamespaceInfo
 from rewarm.volume.janitor.root import RootJanitor
-from rewarm.volume.layout import NAMESPACE_FILE, RootPaths, read_namespace_file, read_roots
+from rewarm.volume.layout import NAMESPACE_FILE, RootPaths, namespace_ids, read_namespace_file, read_roots
 from rewarm.volume.session import SessionReader, session_directories
-from rewarm.volume.usage import UsageFile
+from rewarm.volume.usage import Usage, UsageFile
 
 JANITOR_WAIT_S = 30.0
 """Without a sign of work from the janitor that is running; then it is given up."""
@@ -47,7 +48,8 @@ def evict_until(
     Raises:
         UsageError: More is to be free than the capacity.
         BusyError: A janitor holds the lock and does nothing.
-        StorageError, OSError: A root that cannot be written to.
+        StorageError, OSError: A root that cannot be written to, or records there whose namespace cannot be read.
+        FormatVersionError: Records of a newer format are in the way.
     """
     done = Evicted()
     for root, file in read_roots(roots).items():
@@ -55,25 +57,38 @@ def evict_until(
         if wanted > file.capacity_bytes:
             may, asked = format_size(file.capacity_bytes), format_size(wanted)
             raise UsageError(f"{root} may hold {may}, so {asked} can never be free in it")
-        target = file.capacity_bytes - wanted
-        janitor = RootJanitor(root)
-        with janitor.alone() as is_alone, closing(UsageFile(RootPaths(root).usage)) as usage:
-            before = usage.read()
-            if is_alone:
-                janitor.prepare()
-                janitor.step()
-            surplus = usage.read().used_bytes - target
-            if surplus > 0 and is_alone:
-                janitor.evict(surplus)
-            elif surplus > 0:
-                _ask(root, usage, target)
-            if is_alone:
-                janitor.finish()
-            after = usage.read()
+        with changing(root):
+            before, after = _evict_root(root, file.capacity_bytes - wanted)
         done.num_records += after.evicted_records - before.evicted_records
         done.num_bytes += after.evicted_bytes - before.evicted_bytes
         advance(after.evicted_bytes - before.evicted_bytes)
     return done
+
+
+def _evict_root(root: str, target: int) -> tuple[Usage, Usage]:
+    """Bring a root down to ``target`` bytes; returns what its budget said before and after."""
+    janitor = RootJanitor(root)
+    with janitor.alone() as is_alone, closing(UsageFile(RootPaths(root).usage)) as usage:
+        before = usage.read()
+        if is_alone:
+            janitor.prepare()
+            janitor.step()
+        surplus = usage.read().used_bytes - target
+        if surplus > 0 and is_alone:
+            if janitor.evict(surplus) < surplus:
+                _check_described(root)
+        elif surplus > 0:
+            _ask(root, usage, target)
+        if is_alone:
+            janitor.finish()
+        return before, usage.read()
+
+
+def _check_described(root: str) -> None:
+    """Raise what keeps a namespace's description from being read; a missing or damaged one is no obstacle."""
+    for namespace_id in namespace_ids(root):
+        with suppress(UsageError, DamageError):
+            read_namespace_file(root, namespace_id)
 
 
 def _ask(root: str, usage: UsageFile, target: int) -> None:
@@ -110,7 +125,7 @@ def choose(namespaces: Sequence[NamespaceInfo], prefixes: Sequence[str]) -> list
 
 
 def purge(
-    roots: Sequence[str], namespace_ids: Sequence[bytes], *, advance: Callable[[int], None] = lambda _n: None
+    roots: Sequence[str], chosen: Sequence[bytes], *, advance: Callable[[int], None] = lambda _n: None
 ) -> Evicted:
     """Remove all records of namespaces, and what describes them where no process uses the root.
 
@@ -118,7 +133,7 @@ def purge(
 
     Args:
         roots: Directories of one volume.
-        namespace_ids: Which.
+        chosen: Ids of the namespaces.
         advance: Called with 1 for each record.
     Raises:
         UsageError, FormatVersionError, DamageError, StorageError, OSError: The volume cannot be opened, or written to.
@@ -126,8 +141,8 @@ def purge(
     done = Evicted()
     for root in read_roots(roots):
         paths = RootPaths(root)
-        with closing(UsageFile(paths.usage)) as usage:
-            for namespace_id in namespace_ids:
+        with changing(root), closing(UsageFile(paths.usage)) as usage:
+            for namespace_id in chosen:
                 _purge_one(paths, namespace_id, usage, done, advance)
                 if not any(not SessionReader(directory).is_dead() for directory in session_directories(paths)):
                     _remove_directories(paths.namespace(namespace_id))

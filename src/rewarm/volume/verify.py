@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rewarm.engine import Engine, EngineConfig, open_engine
 from rewarm.engine.base import Completion, ReadRecord, ToSlot
-from rewarm.errors import DamageError, FormatVersionError, UsageError
+from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError
 from rewarm.volume.check import remove_record
 from rewarm.volume.count import record_entries
 from rewarm.volume.layout import NamespaceFile, RootPaths, namespace_ids, read_namespace_file, read_roots
@@ -87,8 +87,10 @@ class _Look:
             namespace = read_namespace_file(self._paths.root, namespace_id)
         except FormatVersionError as error:
             self._report.skipped.append(Problem(self._paths.namespace(namespace_id), error.message))
+        except StorageError as error:
+            self._report.unreadable.append(Problem(error.path, os.strerror(error.errno)))
         except (UsageError, DamageError) as error:
-            for _, entry in record_entries(self._paths.namespace(namespace_id)):
+            for _, entry in record_entries(self._paths.namespace(namespace_id), self._unreadable):
                 self._report.num_records += 1
                 self._damaged(entry.path, f"its namespace has no description: {error.message}", counted_bytes=None)
                 self._advance(1)
@@ -110,7 +112,7 @@ class _Look:
     def _batches(self, namespace: NamespaceFile) -> Iterator[list[tuple[str, bytes]]]:
         """(path, key) of files that have the right kind and size."""
         batch = []
-        for key, entry in record_entries(self._paths.namespace(namespace.id)):
+        for key, entry in record_entries(self._paths.namespace(namespace.id), self._unreadable):
             with suppress(FileNotFoundError):
                 found = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(found.st_mode) or found.st_size != namespace.record_bytes:
@@ -144,12 +146,19 @@ class _Look:
         """Note damage, and remove it; ``counted_bytes`` is what the budget has for it, None: the file's length."""
         is_removed = False
         if self._usage is not None:
-            with suppress(FileNotFoundError):
+            try:
                 num_bytes = os.stat(path, follow_symlinks=False).st_size
                 remove_record(path)
-                self._usage.free(num_bytes if counted_bytes is None else counted_bytes)
                 is_removed = True
+                self._usage.free(num_bytes if counted_bytes is None else counted_bytes)
+            except FileNotFoundError:
+                pass  # evicted since
+            except OSError as error:
+                reason += f"; {'not given back to the budget' if is_removed else 'not removed'}: {error.strerror}"
         self._report.damaged.append(Problem(path, reason, is_removed))
+
+    def _unreadable(self, error: OSError) -> None:
+        self._report.unreadable.append(Problem(os.fsdecode(error.filename), os.strerror(error.errno or errno.EIO)))
 
 
 def _submit(engine: Engine, namespace: NamespaceFile, batch: Sequence[tuple[str, bytes]]) -> Completion:

@@ -15,6 +15,7 @@ from rewarm.engine.base import Engine
 from rewarm.errors import BusyError, DamageError, StorageError, UsageError, VolumeClosed
 from rewarm.metrics import Counters
 from rewarm.units import MIB
+from rewarm.volume.access import write_error
 from rewarm.volume.count import recount
 from rewarm.volume.evict import evict_until
 from rewarm.volume.handles import StoreHandle
@@ -278,13 +279,9 @@ def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
         identity = file_identity(paths.volume_file)
         session = None if read_only else _begin_session(paths)
     except OSError as error:
-        hint = "open it read-only, or give the directory to the user that runs the server"
-        raise StorageError(
-            f"{path} cannot be written to: {error.strerror}",
-            path=path,
-            errno=error.errno or errno.EIO,
-            hint=hint if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS} else "",
-        ) from error
+        refused = write_error(path, error)
+        refused.hint += "; or open it read-only" if refused.hint else ""
+        raise refused from error
     return Root(paths, file, session, UsageFile(paths.usage), identity=identity)
 
 
