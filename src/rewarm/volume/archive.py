@@ -6,6 +6,7 @@ then stored like one that a server stores, through the budget; so it can be ende
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,13 +22,15 @@ from rewarm.engine import AlignedBuffer, EngineConfig, open_engine
 from rewarm.engine.checks import MAX_PAYLOAD_BYTES
 from rewarm.engine.memory import PAGE_BYTES
 from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError
-from rewarm.units import MIB
+from rewarm.units import MIB, format_size
 from rewarm.volume.check import RecordChecker, check_record
 from rewarm.volume.count import count_namespace, described_namespaces, record_entries
+from rewarm.volume.evict import evict_until
 from rewarm.volume.handles import StoreHandle
 from rewarm.volume.layout import NamespaceFile, RootPaths, identity_id, namespace_ids, read_roots, to_text
 from rewarm.volume.namespace import Namespace
 from rewarm.volume.tar import Member, read_members, write_end, write_member
+from rewarm.volume.usage import read_usage
 from rewarm.volume.volume import Volume
 
 HEAD_NAME, MANIFEST_NAME = "rewarm.archive", "rewarm.manifest"
@@ -36,7 +39,10 @@ _RECORD_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.rec")
 _MAX_HEAD_BYTES = 64 * MIB
 _MAX_BUFFERS, _BUFFER_BYTES = 8, 256 * MIB
 _PIECE_BYTES = MIB
-_TRIES, _TRY_WAIT_S, _STEP_S = 5, 5.0, 0.05
+_TRIES = 5
+_STEP_S = 0.05
+_ROOM_SHARE = 8
+"""What is evicted at once where no janitor does it is at most this part of a root, but for one record."""
 
 
 @dataclass(slots=True)
@@ -298,24 +304,53 @@ class _Importer:
     def _settle(self) -> None:
         """Bring the oldest store to its end; one that found no room is tried again."""
         buffer, namespace, key, is_present, handle = self._under_way[0]
-        for _ in range(_TRIES):
+        record_bytes = namespace.file.record_bytes
+        for tries_left in reversed(range(_TRIES)):
             handle.wait()
             if handle.results() == [True]:
                 break
-            self._wait_for_room()
+            if not tries_left or all(record_bytes > root.file.capacity_bytes for root in self._volume.roots):
+                raise self._refusal(record_bytes)
+            self._make_room(record_bytes)
             handle = namespace.store([(key, buffer.address + PAGE_BYTES)])
             self._under_way[0] = (buffer, namespace, key, is_present, handle)
-        else:
-            raise StorageError(
-                f"the volume takes no more records; {self.done.num_records} were imported",
-                hint="rewarm volume info shows its room; started again, the import goes on where it was",
-            )
         self.done.num_present += is_present
         self.done.num_records += not is_present
         self._under_way.pop(0)
         self._free.append(buffer)
 
-    def _wait_for_room(self) -> None:
-        end = time.monotonic() + _TRY_WAIT_S
-        while time.monotonic() < end and any(root.health.stores.is_on for root in self._volume.roots):
+    def _make_room(self, record_bytes: int) -> None:
+        """Evict where a root is full, in case that no janitor lives long enough to; then wait until a root is used."""
+        for root in self._volume.roots:
+            usage = read_usage(root.paths.usage)
+            is_full = usage.pressure_bytes > 0 or usage.used_bytes + record_bytes > root.file.capacity_bytes
+            if is_full and record_bytes <= root.file.capacity_bytes:
+                share_bytes = root.file.capacity_bytes // _ROOM_SHARE
+                _evict(root.name, max(record_bytes, min(_MAX_BUFFERS * record_bytes, share_bytes)))
+        while all(root.health.stores.is_on for root in self._volume.roots):
             time.sleep(_STEP_S)
+
+    def _refusal(self, record_bytes: int) -> StorageError:
+        """Why the volume takes no record, root by root."""
+        reasons = []
+        for root in self._volume.roots:
+            capacity_bytes, number = root.file.capacity_bytes, root.health.store_error
+            if record_bytes > capacity_bytes:
+                may = f"a record of {format_size(record_bytes)} does not fit into {format_size(capacity_bytes)}"
+                reasons.append(f"{root.name}: {may}")
+            elif number in {0, errno.ENOSPC, errno.EDQUOT}:
+                used, numbers = read_usage(root.paths.usage).used_bytes, os.statvfs(root.name)
+                free = format_size(numbers.f_bavail * numbers.f_frsize)
+                reasons.append(
+                    f"{root.name}: {format_size(used)} of {format_size(capacity_bytes)} used, {free} free on its disk"
+                )
+            else:
+                reasons.append(f"{root.name}: {os.strerror(number)}")
+        return StorageError(
+            f"the volume takes no more records ({'; '.join(reasons)}); {self.done.num_records} were imported",
+            hint="started again, the import goes on where it was",
+        )
+
+
+def _evict(root: str, room_bytes: int) -> None:
+    evict_until([root], lambda _capacity: room_bytes)

@@ -58,6 +58,8 @@ class RootHealth:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.loads = Pause(clock)
         self.stores = Pause(clock)
+        self.store_error = 0
+        """errno of the last store, 0 when it worked; for reports."""
 
     def note_load(self, result: int) -> None:
         """Learn from the result of a read or a probe: 0 or errno."""
@@ -68,6 +70,7 @@ class RootHealth:
 
     def note_store(self, result: int) -> None:
         """Learn from the result of a write: 0 or errno."""
+        self.store_error = result
         if result == 0:
             self.stores.worked()
         elif result not in _OF_ONE_NAME:

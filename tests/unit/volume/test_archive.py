@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -28,9 +29,13 @@ from volumes import (
     wait_for,
 )
 
+from rewarm.engine import EngineConfig, open_engine
+from rewarm.engine.base import WriteRecord
 from rewarm.errors import DamageError, FormatVersionError, StorageError
+from rewarm.testing.engines import Faulty
 from rewarm.volume import Outcome, create_volume
 from rewarm.volume.archive import export_archive, import_archive
+from rewarm.volume.janitor.process import JanitorProcess
 from rewarm.volume.janitor.root import RootJanitor
 from rewarm.volume.usage import read_usage
 from rewarm.volume.verify import verify_volume
@@ -236,12 +241,62 @@ def test_import_goes_through_the_budget(archive: bytes, tmp_path: Path) -> None:
     bench.close()
 
 
+class _StillBorn(JanitorProcess):
+    """A janitor that is killed as soon as it is there."""
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = super()._start()
+        process.kill()
+        return process
+
+
+def test_import_makes_room_itself_where_no_janitor_lives(
+    archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewarm.volume.volume.JanitorProcess", _StillBorn)
+    root = str(tmp_path / "small")
+    create_volume([root], capacity_bytes=MIB)
+    bench = Bench()
+    assert all(store(namespace_of(bench.open(root)), range(100, 116)))
+    bench.close()
+    assert import_archive(io.BytesIO(archive), [root]).num_records == 6
+    usage = read_usage(f"{root}/.rewarm/usage")
+    assert usage.evicted_records >= 6
+    assert usage.used_bytes == len(record_files(root)) * RECORD_BYTES <= MIB
+
+
+def _failing_writes(config: EngineConfig) -> Faulty:
+    return Faulty(
+        open_engine(config), fail_at=lambda _, transfer: errno.EIO if isinstance(transfer, WriteRecord) else 0
+    )
+
+
+def test_import_says_which_disk_fails_and_how(archive: bytes, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rewarm.volume.archive._TRIES", 2)
+    monkeypatch.setattr("rewarm.volume.archive.open_engine", _failing_writes)
+    with pytest.raises(StorageError, match=rf"{target}: Input/output error\); 0 were imported"):
+        import_archive(io.BytesIO(archive), [target])
+
+
+def test_import_of_records_that_no_root_can_hold(tmp_path: Path) -> None:
+    source, small = str(tmp_path / "source"), str(tmp_path / "small")
+    create_volume([source], capacity_bytes=16 * MIB)
+    create_volume([small], capacity_bytes=MIB)
+    bench = Bench(open_engine(EngineConfig(ring_bytes=8 * MIB, slot_bytes=4 * MIB)))
+    assert store(namespace_of(bench.open(source), payload_bytes=2 * MIB), [1]) == [True]
+    bench.close()
+    stream = io.BytesIO()
+    export_archive([source], stream)
+    stream.seek(0)
+    with pytest.raises(StorageError, match=r"a record of 2.0 MiB does not fit into 1.0 MiB\); 0 were imported"):
+        import_archive(stream, [small])
+
+
 def test_import_into_a_volume_that_takes_nothing_says_so(
     archive: bytes, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rewarm.volume.archive._TRY_WAIT_S", 0.0)
     monkeypatch.setattr("rewarm.volume.keeper.Keeper._store", lambda keeper, items: None)
-    with pytest.raises(StorageError, match="takes no more records; 0 were imported"):
+    with pytest.raises(StorageError, match=r"takes no more records \(.* of 8.0 MiB used.*\); 0 were imported"):
         import_archive(io.BytesIO(archive), [target])
 
 
@@ -251,9 +306,8 @@ def test_what_was_there_before_is_not_taken_off_what_was_imported(
     with pytest.raises(DamageError, match="cut short"):
         import_archive(io.BytesIO(archive[: len(archive.rstrip(b"\0")) // 2]), [target])
     assert record_files(target)
-    monkeypatch.setattr("rewarm.volume.archive._TRY_WAIT_S", 0.0)
     monkeypatch.setattr("rewarm.volume.keeper.Keeper._store", lambda keeper, items: None)
-    with pytest.raises(StorageError, match="takes no more records; 0 were imported"):
+    with pytest.raises(StorageError, match=r"takes no more records \(.* of 8.0 MiB used.*\); 0 were imported"):
         import_archive(io.BytesIO(archive), [target])
 
 
