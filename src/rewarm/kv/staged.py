@@ -1,4 +1,4 @@
-"""The worker for KV caches on a device, whichever device torch knows: pinned host memory, side streams, index_copy_.
+"""The worker for KV caches on a device, whichever device torch knows: pinned host memory and side streams.
 
 Load: the engine reads and checks into a pinned ring; a thread copies each good chunk into a staging buffer on the
 device and scatters it into the server's blocks, on a side stream that waits for what the server had queued before. Two
@@ -16,7 +16,6 @@ import queue
 import select
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from rewarm.engine.base import ToSlot
 from rewarm.errors import UnsupportedError
 from rewarm.kv.chunks import LoadOrder, StoreOrder
+from rewarm.kv.rows import chunk_rows
 from rewarm.kv.worker import CLOSE_WAIT_S, Load, RankSetup, RankWorker, StoreBuffer, take_results
 from rewarm.volume import Outcome
 
@@ -77,15 +77,8 @@ class _Lane:
     def __init__(self, planes: PlaneSet, chunk_blocks: int) -> None:
         self.stream = torch.Stream(planes.device)
         self.staging = torch.empty(planes.block_bytes * chunk_blocks, dtype=torch.uint8, device=planes.device)
-        self.parts: list[torch.Tensor] = []
-        """A [chunk blocks, page words] view of the staging buffer for each plane."""
         self.copied: torch.Event | None = None
         """Store lanes: the staging buffer may be filled again after it."""
-        begin = 0
-        for plane in planes.planes:
-            end = begin + plane.page_bytes * chunk_blocks
-            self.parts.append(self.staging[begin:end].view(plane.words.dtype).view(chunk_blocks, -1))
-            begin = end
 
 
 @dataclass(slots=True)
@@ -94,9 +87,9 @@ class _Active:
 
     load: Load
     ready: torch.Event
-    """What the server had queued when the load was ordered; blocks may be written after it."""
-    block_ids: list[torch.Tensor]
-    """On the device, one a chunk."""
+    """What the server had queued when the load was ordered, and ``where``; blocks may be written after it."""
+    where: list[torch.Tensor]
+    """Of each chunk, for ChunkRows."""
 
 
 class StagedWorker(RankWorker):
@@ -111,7 +104,7 @@ class StagedWorker(RankWorker):
         super().__init__(setup)
         planes = setup.planes
         self._ring = ring
-        self._words = [plane.words for plane in planes.planes]
+        self._rows = chunk_rows(planes, setup.chunk_blocks)
         self._load_lanes = [_Lane(planes, setup.chunk_blocks) for _ in range(NUM_LANES)]
         self._store_lanes = [_Lane(planes, setup.chunk_blocks) for _ in range(NUM_LANES)] if setup.may_store else []
         num_slots = max(1, setup.store_buffer_bytes // self._slot_bytes)
@@ -151,10 +144,11 @@ class StagedWorker(RankWorker):
     # The server's thread.
 
     def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load:
-        ready = torch.accelerator.current_stream(self._setup.planes.device).record_event()
         handle = namespace.load([(self._key(c.chunk), ToSlot()) for c in order.chunks], deadline_s=deadline_s)
+        where = self._rows.locate([c.block_ids for c in order.chunks])
+        ready = torch.accelerator.current_stream(self._setup.planes.device).record_event()
         load = Load(order, time.monotonic(), len(order.chunks), handle)
-        self._incoming.append(_Active(load, ready, self._ids_on_device([c.block_ids for c in order.chunks])))
+        self._incoming.append(_Active(load, ready, where))
         os.eventfd_write(self._wake_fd, 1)
         return load
 
@@ -162,36 +156,27 @@ class StagedWorker(RankWorker):
         self._cuts.append(load)  # a handle belongs to one thread
         os.eventfd_write(self._wake_fd, 1)
 
-    def _ids_on_device(self, block_ids: Sequence[array[int]]) -> list[torch.Tensor]:
-        flat = array("q")
-        for ids in block_ids:
-            flat.extend(ids)
-        host = torch.tensor(flat, dtype=torch.int64).pin_memory()
-        on_device = host.to(self._setup.planes.device, non_blocking=True)
-        return list(on_device.split([len(ids) for ids in block_ids]))
-
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
         assert self._memory is not None
         put_off: list[bytes] = []
         with torch.inference_mode():
-            block_ids = self._ids_on_device([order.block_ids for order in orders])
-            for number, (order, ids) in enumerate(zip(orders, block_ids, strict=True)):
+            places = self._rows.locate([order.block_ids for order in orders])
+            for number, (order, where) in enumerate(zip(orders, places, strict=True)):
                 address = self._take_slot(self._buffer)
                 if address:
-                    copied = self._gather(self._store_lanes[number % NUM_LANES], ids, address)
+                    copied = self._gather(self._store_lanes[number % NUM_LANES], where, address)
                     self._gathered.put((namespace, order.chunk, address, copied))
                 else:
                     put_off.append(order.chunk)
         self._note_put_off(put_off)
 
-    def _gather(self, lane: _Lane, ids: torch.Tensor, address: int) -> torch.Event:
+    def _gather(self, lane: _Lane, where: torch.Tensor, address: int) -> torch.Event:
         """Queue a chunk's way out of its blocks into pinned memory; after the event it is there."""
         assert self._memory is not None
         current = torch.accelerator.current_stream(self._setup.planes.device)
         if lane.copied is not None:
             current.wait_event(lane.copied)
-        for words, part in zip(self._words, lane.parts, strict=True):
-            torch.index_select(words, 0, ids, out=part)
+        self._rows.gather(where, lane.staging)
         lane.stream.wait_event(current.record_event())
         with lane.stream:
             self._memory.at(address, self._setup.payload_bytes).copy_(lane.staging, non_blocking=True)
@@ -260,8 +245,7 @@ class StagedWorker(RankWorker):
         lane.stream.wait_event(active.ready)
         with lane.stream:
             lane.staging.copy_(self._ring.at(handle.slot_address(index), self._setup.payload_bytes), non_blocking=True)
-            for words, part in zip(self._words, lane.parts, strict=True):
-                words.index_copy_(0, active.block_ids[index], part[skip_blocks:])
+            self._rows.scatter(lane.staging, active.where[index], skip_blocks)
         self._copies.append((lane.stream.record_event(), active, index))
 
     def _retire(self) -> None:
