@@ -73,8 +73,8 @@ class KvConfig(Section):
     engine: str = "auto"
     """What moves the bytes: auto takes the first of io_uring, threads and pure that this machine has."""
     num_workers: int = 0
-    """I/O workers of a rank. 0: chosen from the cores and the device."""
-    ring_bytes: int = 256 * MIB
+    """I/O workers of a rank. 0: chosen from the cores and what the roots lie on."""
+    ring_bytes: int = 128 * MIB
     """Host memory of a rank that reads land in before they are checked; bounds the loads in flight."""
     store_buffer_bytes: int = 0
     """Host memory of a rank that chunks wait in until they are written; one that finds it full waits in its KV blocks,

@@ -17,7 +17,7 @@ from rewarm.volume import Outcome
     [
         (2 * MIB, 128, HOST_TARGET_BYTES, 256),
         (4 * MIB, 16, HOST_TARGET_BYTES, 16),
-        (4 * MIB, 16, DEVICE_TARGET_BYTES, 128),
+        (4 * MIB, 16, DEVICE_TARGET_BYTES, 64),
         (3 * MIB, 16, HOST_TARGET_BYTES, 32),
         (9 * MIB, 64, HOST_TARGET_BYTES, 64),
     ],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rewarm.adapters.vllm import describe
 from rewarm.engine import Engine, EngineConfig, open_engine
 from rewarm.engine.record import record_bytes
+from rewarm.engine.workers import num_workers_for
 from rewarm.errors import AdapterError
 from rewarm.kv.planes import PlaneSet, find_planes
 from rewarm.kv.worker import HostWorker, RankSetup, RankWorker
@@ -59,7 +60,7 @@ class RankSide:
         self.engine: Engine = open_engine(
             EngineConfig(
                 kind=kv.engine,
-                num_workers=kv.num_workers,
+                num_workers=kv.num_workers or num_workers_for(kv.roots),
                 ring_bytes=ring_bytes,
                 slot_bytes=slot_bytes,
                 ring_address=ring.address if ring else 0,
