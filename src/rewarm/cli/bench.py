@@ -11,6 +11,7 @@ import click
 
 from rewarm.cli.common import json_option, note, print_table, progress, quiet_option
 from rewarm.errors import ExitCode, UsageError
+from rewarm.units import parse_size
 
 
 @click.group("bench")
@@ -87,6 +88,71 @@ def kv(
     for figure in report.shortfalls():
         note(f"falls short: {figure.name} is {figure.value:.3g} {figure.unit}; goal {figure.goal}")
     return ExitCode.ANSWER_IS_NO if check and report.shortfalls() else ExitCode.DONE
+
+
+@command.command("eviction")
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    metavar="NAME",
+    help="chat, documents or agents, which are generated, or a JSONL file of Mooncake's format; may be given again.",
+)
+@click.option("--seed", default=1, show_default=True, type=int, help="Of generated traces.")
+@click.option(
+    "--scale", default=1.0, show_default=True, type=float, help="Sessions of generated traces, as a multiple."
+)
+@click.option("--memory", default="64GiB", show_default=True, metavar="SIZE", help="KV that the server itself holds.")
+@click.option("--chart", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the hit rates.")
+@json_option
+@quiet_option
+def eviction(traces: tuple[str, ...], seed: int, scale: float, memory: str, chart: Path | None, as_json: bool) -> None:
+    """Hit rates of the volume's order of eviction on reuse traces, and bytes written by store rule; moves no bytes."""
+    from rewarm.bench.reuse import run as bench
+    from rewarm.bench.reuse.chart import write_chart
+    from rewarm.bench.table import number
+
+    if chart is not None and chart.suffix != ".svg":
+        raise UsageError(f"{chart} does not end in .svg")
+    if not 0 < scale <= 1000:
+        raise UsageError(f"--scale is {scale:g}", hint="above 0, at most 1000")
+    plan = bench.Plan(seed=seed, scale=scale, memory_bytes=parse_size(memory))
+    if traces:
+        plan = dataclasses.replace(plan, traces=traces)
+    with progress("bench eviction", plan.num_steps) as advance:
+        report = bench.run(plan, command=_command_line(), step=lambda _what: advance(1))
+    if chart is not None:
+        write_chart(report, chart)
+    if as_json:
+        click.echo(report.to_json(), nl=False)
+        return
+    rows = [
+        (figure.name, f"{number(figure.value)} {figure.unit}", number(figure.floor) if figure.floor else "-")
+        for figure in report.figures
+    ]
+    print_table(("figure", "value", "optimum"), rows)
+    for text in report.notes:
+        note(text)
+
+
+@command.command("trace")
+@click.argument("kind")
+@click.option(
+    "--to", "target", required=True, type=click.Path(path_type=Path), metavar="FILE", help="A new JSONL file."
+)
+@click.option("--seed", default=1, show_default=True, type=int)
+@click.option("--scale", default=1.0, show_default=True, type=float, help="Sessions, as a multiple.")
+@quiet_option
+def trace(kind: str, target: Path, seed: int, scale: float) -> None:
+    """Write a generated reuse trace (chat, documents or agents) in Mooncake's format."""
+    from rewarm.bench.reuse.generate import generate
+    from rewarm.bench.reuse.trace import write_trace
+
+    if target.exists():
+        raise UsageError(f"{target} exists", hint="name another file, or remove it")
+    made = generate(kind, seed=seed, scale=scale)
+    write_trace(made, target)
+    note(f"{len(made.requests):,} requests, {made.seconds / 3600:.1f} h, {made.input_tokens:,} tokens")
 
 
 def _command_line() -> str:

@@ -103,6 +103,8 @@ class _Tracked:
     context again stores all of it."""
     lookup: PrefixLookup | None = None
     num_resident_tokens: int = 0
+    is_noted: bool = False
+    """Whether the chunks that it needed were noted as used."""
 
 
 class SchedulerSide:
@@ -170,10 +172,8 @@ class SchedulerSide:
             skip_blocks = first_block - index * self._chunk_blocks
             loads.append(ChunkLoad(lookup.chunks[index], array("q", ids), skip_blocks))
         self._orders.loads.append(LoadOrder(request.request_id, loads))
-        chunks = [load.chunk for load in loads]
-        self._loading[request.request_id] = set(chunks)
-        assert self._directory is not None
-        self._directory.touch(chunks)
+        self._loading[request.request_id] = {load.chunk for load in loads}
+        self._note_use(tracked, end // chunk_tokens)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
         """The orders of this step."""
@@ -304,7 +304,16 @@ class SchedulerSide:
                 ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
+                self._note_use(tracked, index)
         tracked.num_considered = max(tracked.num_considered, num_ready)
+
+    def _note_use(self, tracked: _Tracked, num_chunks: int) -> None:
+        """Once a request that loads or stores: its first chunks were used, those too that the server's own blocks had,
+        since what is loaded and stored is worth nothing without them.
+        """
+        if not tracked.is_noted and self._directory is not None:
+            tracked.is_noted = True
+            self._directory.touch(self._chunk_id(tracked, index) for index in range(num_chunks))
 
     def _count_skipped(self, num_chunks: int) -> None:
         self._setup.counters.add("rewarm_kv_stores_total", num_chunks * len(self._setup.holders), "skipped")

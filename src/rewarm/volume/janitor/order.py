@@ -1,39 +1,57 @@
-"""In which order records are evicted: S3-FIFO, which many new records do not empty.
+"""In which order records are evicted: S3-FIFO whose small queue is as long as it pays.
 
-New records enter a small queue (a tenth of the bytes). Those that were used again by the time they reach its end move
-on to the main queue, the others are evicted and remembered for a while: a record that comes back enters the main queue
-at once. In the main queue each use buys one more round, three at most. J. Yang et al., "FIFO queues are all you need
-for cache eviction", SOSP 2023.
+New records enter the small queue. Those that were used again by the time they reach its end move on to the main queue,
+the others are evicted and remembered for a while; a record that comes back enters the main queue at once. In the main
+queue each use buys one more round, three at most. J. Yang et al., "FIFO queues are all you need for cache eviction",
+SOSP 2023.
+
+There the small queue has a tenth of the bytes. A session comes back after minutes, which is too long for a tenth where
+many sessions are under way, and then they all miss twice; for documents that are asked for once, a tenth is right. So
+what comes back after it was evicted votes, as in ARC (N. Megiddo, D. Modha, FAST 2003): from the small queue for a
+longer one, from the main queue for a shorter one. What it brings: docs/guides/eviction.md.
+
+A record takes 60 to 75 bytes here.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator
 
-SMALL_SHARE = 0.1
+from rewarm.volume.janitor.ghosts import Ghosts
+from rewarm.volume.janitor.names import NAME_BYTES, NONE, NameTable
+
+__all__ = ["NAME_BYTES", "EvictionOrder"]
+
 MAX_USES = 3
-_IN_MAIN = 4
-"""Bit beside the number of uses."""
+FIRST_SHARE = 0.25
+MIN_SHARE, MAX_SHARE = 0.1, 0.9
+"""Of the bytes, that the small queue may have before the main one gives way."""
+_VOTE = 4.0
+"""Records that the border moves by with one that comes back, where both queues lose as many."""
+_IN_MAIN, _UNPLACED, _GONE = 4, 8, 16
+"""Bits beside the number of uses."""
 
 
 class EvictionOrder:
-    """Of one root. A name is any bytes object; one record takes about 150 bytes here."""
+    """Of one root. A name is NAME_BYTES long."""
 
     def __init__(self) -> None:
-        self._small: deque[bytes] = deque()
-        self._main: deque[bytes] = deque()
-        self._state: dict[bytes, int] = {}
+        self._names = NameTable()
+        self._states = bytearray()
+        self._next = array("I")
+        self._small, self._main = _Queue(self._next), _Queue(self._next)
+        self._ghosts = Ghosts()
         self._sizes: dict[bytes, int] = {}
-        self._ghosts: dict[bytes, None] = {}
+        self.small_share = FIRST_SHARE
         self.small_bytes = 0
         self.total_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._state)
+        return len(self._names)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._state
+        return self._names.find(name) != NONE
 
     def set_size(self, prefix: bytes, num_bytes: int) -> None:
         """Records whose name starts with these two bytes have this size."""
@@ -45,83 +63,125 @@ class EvictionOrder:
 
     def add(self, name: bytes) -> None:
         """A record was stored."""
-        if name in self._state:
+        if name in self:
             return
-        in_main = name in self._ghosts
-        if in_main:
-            del self._ghosts[name]
-        self._enter(name, 0, in_main=in_main)
+        was_in_main = self._ghosts.take(name, len(self))
+        if was_in_main is not None:
+            self._vote(longer=not was_in_main)
+        self._enter(self._new(name), name, 0, in_main=was_in_main is not None)
 
     def touch(self, name: bytes) -> None:
         """A record was used."""
-        state = self._state.get(name)
-        if state is not None and state & 3 < MAX_USES:
-            self._state[name] = state + 1
+        number = self._names.find(name)
+        if number != NONE and self._states[number] & 3 < MAX_USES:
+            self._states[number] += 1
 
     def discard(self, name: bytes) -> None:
         """A record is gone."""
-        state = self._state.pop(name, None)
-        if state is not None:
-            self._leave(name, in_main=bool(state & _IN_MAIN))
+        number = self._names.find(name)
+        if number != NONE:
+            self._leave(name, self._states[number])
+            self._names.remove(name)
+            self._states[number] |= _GONE  # its number is free again when its turn in the queue comes
 
     def pop(self) -> bytes | None:
         """The record to evict now; None: there is none."""
-        while self._small or self._main:
-            if self._small and (self.small_bytes > SMALL_SHARE * self.total_bytes or not self._main):
-                name = self._small.popleft()
-                state = self._state.get(name)
-                if state is None or state & _IN_MAIN:
-                    continue  # gone, or entered anew since
-                del self._state[name]
-                self._leave(name, in_main=False)
-                if state & 3:
-                    self._enter(name, 0, in_main=True)
-                    continue
-                self._remember(name)
-                return name
-            name = self._main.popleft()
-            state = self._state.get(name)
-            if state is None or not state & _IN_MAIN:
+        while True:
+            is_long = self.small_bytes > self.small_share * self.total_bytes
+            queue = self._small if self._small and (is_long or not self._main) else self._main
+            number = queue.pop()
+            if number == NONE:
+                return None
+            state, name = self._states[number], self._names.name(number)
+            if state & _GONE:
+                self._names.release(number)
                 continue
+            self._leave(name, state)
+            was_in_main = bool(state & _IN_MAIN)
             if state & 3:
-                self._state[name] = state - 1
-                self._main.append(name)
+                self._enter(number, name, (state & 3) - 1 if was_in_main else 0, in_main=True)
                 continue
-            del self._state[name]
-            self._leave(name, in_main=True)
+            self._names.remove(name)
+            self._names.release(number)
+            self._ghosts.put(name, was_in_main=was_in_main, keep=len(self))
             return name
-        return None
 
     def dump(self) -> Iterator[tuple[bytes, int]]:
         """(name, state) of every record, the first to go first; restore() takes it back."""
-        for queue, flag in ((self._small, 0), (self._main, _IN_MAIN)):
-            for name in queue:
-                state = self._state.get(name)
-                if state is not None and state & _IN_MAIN == flag:
-                    yield name, state
+        for queue in (self._small, self._main):
+            for number in queue:
+                if not self._states[number] & _GONE:
+                    yield self._names.name(number), self._states[number]
 
-    def restore(self, saved: Mapping[bytes, int], present: set[bytes]) -> None:
+    def restore(self, saved: Iterable[tuple[bytes, int]], present: Iterable[bytes]) -> None:
         """Take in what is missing here: first what was saved and is present, in its old place, then what else is."""
-        for name, state in saved.items():
-            if name in present and name not in self._state:
-                self._enter(name, min(state & 3, MAX_USES), in_main=bool(state & _IN_MAIN))
         for name in present:
-            if name not in self._state:
-                self._enter(name, 0, in_main=False)
+            if name not in self:
+                self._states[self._new(name)] = _UNPLACED
+        for name, state in saved:
+            number = self._names.find(name)
+            if number != NONE and self._states[number] == _UNPLACED:
+                self._enter(number, name, state & 3, in_main=bool(state & _IN_MAIN))
+        for number, state in enumerate(self._states):
+            if state == _UNPLACED:
+                self._enter(number, self._names.name(number), 0, in_main=False)
 
-    def _enter(self, name: bytes, uses: int, *, in_main: bool) -> None:
-        self._state[name] = uses | (_IN_MAIN if in_main else 0)
-        (self._main if in_main else self._small).append(name)
+    def _vote(self, *, longer: bool) -> None:
+        """A record came back that the small queue lost, so a longer one had kept it; or that the main queue lost."""
+        from_small, from_main = self._ghosts.counts
+        mine, other = (from_small, from_main) if longer else (from_main, from_small)
+        step = _VOTE * max(1.0, other / max(1, mine)) / (len(self) + 1)
+        share = self.small_share + (step if longer else -step)
+        self.small_share = min(MAX_SHARE, max(MIN_SHARE, share))
+
+    def _new(self, name: bytes) -> int:
+        number = self._names.add(name)
+        if number == len(self._states):
+            self._states.append(0)
+            self._next.append(NONE)
+        return number
+
+    def _enter(self, number: int, name: bytes, uses: int, *, in_main: bool) -> None:
+        self._states[number] = uses | (_IN_MAIN if in_main else 0)
+        (self._main if in_main else self._small).append(number)
         size = self.size_of(name)
         self.total_bytes += size
         self.small_bytes += 0 if in_main else size
 
-    def _leave(self, name: bytes, *, in_main: bool) -> None:
+    def _leave(self, name: bytes, state: int) -> None:
         size = self.size_of(name)
         self.total_bytes -= size
-        self.small_bytes -= 0 if in_main else size
+        self.small_bytes -= 0 if state & _IN_MAIN else size
 
-    def _remember(self, name: bytes) -> None:
-        self._ghosts[name] = None
-        while len(self._ghosts) > max(1000, len(self._state)):
-            del self._ghosts[next(iter(self._ghosts))]
+
+class _Queue:
+    """First in, first out; of numbers that are linked in an array which all queues share."""
+
+    def __init__(self, links: array[int]) -> None:
+        self._next = links
+        self._first = self._last = NONE
+
+    def __bool__(self) -> bool:
+        return self._first != NONE
+
+    def __iter__(self) -> Iterator[int]:
+        number = self._first
+        while number != NONE:
+            yield number
+            number = self._next[number]
+
+    def append(self, number: int) -> None:
+        """Put it behind all others; it is in no queue now."""
+        self._next[number] = NONE
+        if self._first == NONE:
+            self._first = number
+        else:
+            self._next[self._last] = number
+        self._last = number
+
+    def pop(self) -> int:
+        """Take the first one out; NONE: it is empty."""
+        number = self._first
+        if number != NONE:
+            self._first = self._next[number]
+        return number

@@ -16,7 +16,7 @@ from rewarm.errors import DamageError, RewarmError, UsageError
 from rewarm.units import GIB, MIB
 from rewarm.volume.check import RecordChecker, remove_record
 from rewarm.volume.count import described_namespaces, record_entries, recount
-from rewarm.volume.janitor.order import EvictionOrder
+from rewarm.volume.janitor.order import MAX_SHARE, MIN_SHARE, EvictionOrder
 from rewarm.volume.layout import (
     NamespaceFile,
     RootPaths,
@@ -55,6 +55,9 @@ _UNLINK_BATCH = 64
 ORDER_ENTRY = struct.Struct("<B7x32s32s")
 """State, namespace id, key."""
 ORDER_MAGIC = b"RWO1"
+_SHARE_ENTRY = (128, bytes(32))
+"""State and namespace id of the entry that is no record."""
+_SHARE = struct.Struct("<d24x")
 
 
 class RootJanitor:
@@ -170,7 +173,7 @@ class RootJanitor:
             freed += batch_bytes
             if not len(self._order):
                 # The budget says that there is more: records that no log told of, or room that killed writers had.
-                self._order.restore({}, self._present())
+                self._order.restore((), self._present())
                 self._recount()
                 if not batch_bytes and not len(self._order):
                     with self._usage.update() as usage:
@@ -226,13 +229,12 @@ class RootJanitor:
             return False
         return False
 
-    def _present(self) -> set[bytes]:
+    def _present(self) -> Iterator[bytes]:
         """Names of all records, from the directories."""
-        return {
-            self._numbers[namespace.id] + key
-            for namespace in self._namespaces
-            for key, _ in record_entries(self._paths.namespace(namespace.id))
-        }
+        for namespace in self._namespaces:
+            number = self._numbers[namespace.id]
+            for key, _ in record_entries(self._paths.namespace(namespace.id)):
+                yield number + key
 
     def _needed_bytes(self, usage: Usage) -> int:
         """Bytes to evict now: 0, or enough for the headroom to be whole again."""
@@ -336,29 +338,29 @@ class RootJanitor:
     def _save_order(self) -> None:
         if not self._changed:
             return
-        body = b"".join(
-            ORDER_ENTRY.pack(state, self._namespaces[int.from_bytes(name[:2], "little")].id, name[2:])
-            for name, state in self._order.dump()
-        )
-        replace_file(self._paths.order, ORDER_MAGIC + crc32c(body).to_bytes(4, "little") + body)
+        body = bytearray(ORDER_ENTRY.pack(*_SHARE_ENTRY, _SHARE.pack(self._order.small_share)))
+        for name, state in self._order.dump():
+            body += ORDER_ENTRY.pack(state, self._namespaces[int.from_bytes(name[:2], "little")].id, name[2:])
+        replace_file(self._paths.order, ORDER_MAGIC + crc32c(memoryview(body)).to_bytes(4, "little") + body)
         self._changed = False
 
-    def _load_order(self) -> dict[bytes, int]:
+    def _load_order(self) -> Iterator[tuple[bytes, int]]:
+        """(name, state) of what was saved; the share that the small queue had is taken over."""
         try:
             content = read_small_file(self._paths.order, _MAX_ORDER_BYTES)
         except FileNotFoundError:
-            return {}
+            return
         except OSError as error:
             if error.errno not in {errno.EINVAL, errno.ELOOP, errno.EFBIG}:
                 raise
             content = b""
-        body = content[8:]
+        body = memoryview(content)[8:]
         whole = content[:4] == ORDER_MAGIC and len(body) % ORDER_ENTRY.size == 0
         if not whole or crc32c(body) != int.from_bytes(content[4:8], "little"):
             _log.warning("%s is damaged: records are evicted in another order than they were used", self._paths.order)
-            return {}
-        return {
-            self._numbers[namespace_id] + key: state
-            for state, namespace_id, key in ORDER_ENTRY.iter_unpack(body)
-            if namespace_id in self._numbers
-        }
+            return
+        for state, namespace_id, key in ORDER_ENTRY.iter_unpack(body):
+            if namespace_id in self._numbers:
+                yield self._numbers[namespace_id] + key, state
+            elif (state, namespace_id) == _SHARE_ENTRY:
+                self._order.small_share = min(MAX_SHARE, max(MIN_SHARE, _SHARE.unpack(key)[0]))
