@@ -1,4 +1,4 @@
-"""Goals of a bench: bench/goals.toml, one table a figure name.
+"""Goals of a bench: goals.toml beside this file, one table a figure name.
 
 ::
 
@@ -26,6 +26,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+GOALS_FILE = Path(__file__).with_name("goals.toml")
+"""The project's own; ``bench/goals.toml`` of a clone is a link to it."""
+
 Goals = Mapping[str, Mapping[str, Any]]
 
 _BOUNDS = (
@@ -37,15 +40,6 @@ _BOUNDS = (
     "above_floor_at_most",
     "peer_ratio_at_least",
 )
-
-
-def find_goals() -> Path | None:
-    """bench/goals.toml of the source tree that this module runs from, or of the working directory."""
-    for base in (Path(__file__).parents[3], Path.cwd()):
-        path = base / "bench" / "goals.toml"
-        if path.is_file():
-            return path
-    return None
 
 
 def read_goals(path: Path) -> Goals:

@@ -36,7 +36,7 @@ def command() -> None:
 @click.option("--peer/--no-peer", "with_peer", default=True, help="Drive vLLM's fs tier too, where vLLM is installed.")
 @click.option("--check", is_flag=True, help="Exit with 1 when a goal falls short.")
 @click.option(
-    "--goals", "goals_file", type=click.Path(path_type=Path), metavar="FILE", help="Goals. [bench/goals.toml]"
+    "--goals", "goals_file", type=click.Path(path_type=Path), metavar="FILE", help="Other goals than Rewarm's own."
 )
 @click.option("--chart", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the rates.")
 @json_option
@@ -54,14 +54,11 @@ def kv(
 ) -> int:
     """Cold loads, stores, CPU time and the index, beside a plain reader's floor and vLLM's fs tier."""
     from rewarm.bench import kv as bench
-    from rewarm.bench.goals import find_goals, judge, read_goals, unmeasured
+    from rewarm.bench.goals import GOALS_FILE, judge, read_goals, unmeasured
 
-    goals_path = goals_file or find_goals()
-    if goals_path is None and check:
-        raise UsageError("no bench/goals.toml here", hint="name one: --goals FILE")
     if chart is not None and chart.suffix != ".svg":
         raise UsageError(f"{chart} does not end in .svg")
-    goals = read_goals(goals_path) if goals_path else {}
+    goals = read_goals(goals_file or GOALS_FILE)
     plan = dataclasses.replace(
         bench.QUICK if quick else bench.FULL, engines=engines, floor_tool=floor_tool, with_peer=with_peer
     )

@@ -12,7 +12,7 @@ import pytest
 
 from rewarm.bench import kv
 from rewarm.bench.arms import Shape
-from rewarm.bench.goals import read_goals, unmeasured
+from rewarm.bench.goals import GOALS_FILE, read_goals, unmeasured
 from rewarm.bench.index import make_named_volume, run_child
 from rewarm.bench.memory import Memory
 from rewarm.bench.subject import VolumeSide
@@ -80,7 +80,7 @@ def test_the_peer_takes_part(root: Path) -> None:
 
 
 def test_every_goal_has_its_figure_in_a_full_run(root: Path) -> None:
-    goals = read_goals(Path(__file__).parents[3] / "bench" / "goals.toml")
+    goals = read_goals(GOALS_FILE)
     reads = {f"kv.{what}.{shape.label}" for shape in kv.FULL.read_shapes for what in ("read", "cpu")}
     assert {name for name in unmeasured([], goals) if name.startswith(("kv.read", "kv.cpu"))} <= reads
 

@@ -7,7 +7,7 @@ import pytest
 
 from rewarm.bench import table
 from rewarm.bench.chart import write_chart
-from rewarm.bench.goals import judge, read_goals, unmeasured
+from rewarm.bench.goals import GOALS_FILE, judge, read_goals, unmeasured
 from rewarm.bench.report import Report, measured
 from rewarm.bench.stats import paired_ratios, percentile, spread
 from rewarm.errors import UsageError
@@ -80,7 +80,8 @@ def test_a_goals_file_with_a_typo_is_refused(tmp_path: Path, text: str, said: st
 
 
 def test_the_goals_of_the_source_tree_are_well_formed() -> None:
-    goals = read_goals(Path(__file__).parents[3] / "bench" / "goals.toml")
+    goals = read_goals(GOALS_FILE)
+    assert GOALS_FILE.samefile(Path(__file__).parents[3] / "bench" / "goals.toml")
     assert "kv.read.1MiB.x1" in goals
     assert all(table["why"] for table in goals.values())
 
