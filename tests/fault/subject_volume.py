@@ -28,7 +28,7 @@ from rewarm.volume import LoadHandle, Namespace, Volume, create_volume
 from rewarm.volume import Outcome as Ended
 from rewarm.volume.archive import export_archive, import_archive
 from rewarm.volume.janitor.process import JanitorProcess
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.usage import read_usage
 

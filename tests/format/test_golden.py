@@ -14,7 +14,7 @@ from rewarm.engine import alloc_aligned
 from rewarm.engine.base import ToMemory
 from rewarm.volume import Outcome
 from rewarm.volume.info import volume_info
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths, identity_id
 from rewarm.volume.usage import read_usage
 from rewarm.volume.verify import verify_volume

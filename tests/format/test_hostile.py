@@ -18,7 +18,7 @@ from rewarm.engine.checksum import crc32c
 from rewarm.errors import DamageError, FormatVersionError, RewarmError, StorageError, UsageError
 from rewarm.volume import Outcome, create_volume
 from rewarm.volume.info import volume_info
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths, read_root_file
 from rewarm.volume.usage import read_usage
 from rewarm.volume.verify import verify_volume

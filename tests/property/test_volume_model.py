@@ -19,9 +19,9 @@ from volumes import MIB, RECORD_BYTES, Bench, key, load, namespace_of, record_pa
 from rewarm.engine import EngineConfig, open_engine
 from rewarm.engine.base import Transfer, WriteRecord
 from rewarm.testing.engines import Faulty
-from rewarm.volume import Outcome, create_volume, keeper
+from rewarm.volume import Outcome, create_volume, store_thread
 from rewarm.volume.health import RootHealth
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.usage import read_usage
 from rewarm.volume.verify import verify_volume
@@ -51,7 +51,7 @@ class VolumeMachine(RuleBasedStateMachine):
         """The errno with which writes end now."""
         inner = open_engine(EngineConfig(kind="pure", num_workers=2))
         self.bench = Bench(Faulty(inner, fail_at=self.fail))
-        self.room_wait_s, keeper.ROOM_WAIT_S = keeper.ROOM_WAIT_S, 0.02  # no janitor makes room meanwhile
+        self.room_wait_s, store_thread.ROOM_WAIT_S = store_thread.ROOM_WAIT_S, 0.02  # no janitor makes room meanwhile
         self.open()
 
     def fail(self, _number: int, transfer: Transfer) -> int:
@@ -153,7 +153,7 @@ class VolumeMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.bench.close()
-        keeper.ROOM_WAIT_S = self.room_wait_s
+        store_thread.ROOM_WAIT_S = self.room_wait_s
         shutil.rmtree(self.folder)
 
 

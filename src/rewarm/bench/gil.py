@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+from rewarm.bench.alternate import alternate
 from rewarm.bench.arms import Shape, Side, Turn
 from rewarm.bench.reads import Contest, engine_of, load_cold
 from rewarm.bench.report import Figure, measured
 from rewarm.bench.stats import percentile
-from rewarm.bench.turns import alternate
 
 _SLEEP_S = 0.001
 _SETTLE_S = 0.05

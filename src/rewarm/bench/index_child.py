@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from rewarm.bench.guard import forbid_file_calls
 from rewarm.bench.index import IDENTITY, NUM_LOOKUPS, PAYLOAD_BYTES, index_keys
+from rewarm.bench.no_file_calls import forbid_file_calls
 from rewarm.engine import open_engine
 from rewarm.engine.base import EngineConfig
 from rewarm.errors import UnsupportedError

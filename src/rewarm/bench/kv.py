@@ -21,7 +21,7 @@ from rewarm.bench.index import index_figures
 from rewarm.bench.memory import Memory
 from rewarm.bench.reads import Contest, engine_of, read_cold, store_new
 from rewarm.bench.report import Figure, Report
-from rewarm.bench.subject import VolumeSide
+from rewarm.bench.volume_side import VolumeSide
 from rewarm.bench.workdir import work_directory
 from rewarm.engine import ENGINE_KINDS, open_engine, probe_engines
 from rewarm.engine.base import EngineConfig

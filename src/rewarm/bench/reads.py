@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from rewarm.bench.alternate import Pair, Rounds, alternate
 from rewarm.bench.arms import Shape, Side, Turn, size_label
 from rewarm.bench.cold import ColdCache
 from rewarm.bench.report import Figure, measured
 from rewarm.bench.stats import Spread, spread
-from rewarm.bench.turns import Pair, Rounds, alternate
 from rewarm.errors import StorageError
 
 

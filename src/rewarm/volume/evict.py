@@ -14,7 +14,7 @@ from rewarm.volume.access import changing
 from rewarm.volume.check import remove_record
 from rewarm.volume.count import record_entries
 from rewarm.volume.info import NamespaceInfo
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import NAMESPACE_FILE, RootPaths, namespace_ids, read_namespace_file, read_roots
 from rewarm.volume.session import SessionReader, session_directories
 from rewarm.volume.usage import Usage, UsageFile

@@ -15,7 +15,7 @@ from rewarm.errors import UsageError
 from rewarm.volume.handles import LoadHandle, Note, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
 from rewarm.volume.index import KeyIndex
 from rewarm.volume.layout import NamespaceFile
-from rewarm.volume.root import Root
+from rewarm.volume.open_root import Root
 from rewarm.volume.session import Did
 
 if TYPE_CHECKING:

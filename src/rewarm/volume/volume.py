@@ -20,7 +20,6 @@ from rewarm.volume.count import recount
 from rewarm.volume.evict import evict_until
 from rewarm.volume.handles import StoreHandle
 from rewarm.volume.janitor.process import JanitorProcess
-from rewarm.volume.keeper import Keeper, StoreItem
 from rewarm.volume.layout import (
     NamespaceFile,
     RootFile,
@@ -31,10 +30,11 @@ from rewarm.volume.layout import (
     write_namespace_file,
 )
 from rewarm.volume.namespace import Namespace
+from rewarm.volume.open_root import Root, file_identity
 from rewarm.volume.placement import Placement
 from rewarm.volume.recovery import recover_root
-from rewarm.volume.root import Root, file_identity
 from rewarm.volume.session import Did, Session
+from rewarm.volume.store_thread import StoreItem, StoreThread
 from rewarm.volume.usage import UsageFile, read_usage
 
 _log = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ class Volume:
         self._janitor = janitor
         self._housekeeping = threading.Lock()
         self.counters.set("rewarm_volume_capacity_bytes", self.capacity_bytes)
-        self._keepers: list[Keeper] = []
+        self._store_threads: list[StoreThread] = []
         if not read_only:
-            self._keepers = [Keeper(self, number, self._housekeep) for number in range(len(self.roots))]
+            self._store_threads = [StoreThread(self, number, self._housekeep) for number in range(len(self.roots))]
 
     @classmethod
     def open(
@@ -175,7 +175,7 @@ class Volume:
             if self._is_closed or os.getpid() != self._pid:
                 return
             self._is_closed = True
-        ended = [keeper.close(CLOSE_WAIT_S) for keeper in self._keepers] or [True] * len(self.roots)
+        ended = [thread.close(CLOSE_WAIT_S) for thread in self._store_threads] or [True] * len(self.roots)
         for root, has_ended in zip(self.roots, ended, strict=True):
             if has_ended:
                 _close_root(root)
@@ -190,16 +190,16 @@ class Volume:
         if os.getpid() != self._pid:
             raise BusyError("this volume belongs to the parent process", hint="open the volume after fork()")
 
-    # What follows is for the namespaces and keepers of this volume.
+    # What follows is for the namespaces and the store threads of this volume.
 
     def queue_stores(self, namespace: Namespace, payloads: Sequence[tuple[bytes, int]], handle: StoreHandle) -> None:
-        """Hand records to the keepers of their roots."""
+        """Hand records to the threads of their roots."""
         if self.read_only:
             raise UsageError("this volume was opened read-only")
         for index, (key, address) in enumerate(payloads):
             order = self.placement.order(key)
             number = next((n for n in order if not self.roots[n].health.stores.is_on), order[0])
-            self._keepers[number].put(StoreItem(namespace, key, address, handle, index))
+            self._store_threads[number].put(StoreItem(namespace, key, address, handle, index))
 
     def note_damaged(self, root: Root, namespace_id: bytes, key: bytes) -> None:
         """A record failed its check: absent from now on, until it is written again."""
@@ -237,7 +237,7 @@ class Volume:
             _check_payload(found.payload_bytes, file.payload_bytes)
 
     def _housekeep(self) -> None:
-        """About once a second, from a keeper: gauges, and the janitor's life."""
+        """About once a second, from a store thread: gauges, and the janitor's life."""
         if not self._housekeeping.acquire(blocking=False):
             return
         try:
@@ -246,7 +246,7 @@ class Volume:
                 self._count_evicted(self._janitor)
             record_count = sum(len(namespace) for namespace in list(self._namespaces.values()))
             self.counters.set("rewarm_volume_records", record_count)
-            self.counters.set("rewarm_kv_stores_paused", float(any(keeper.is_full for keeper in self._keepers)))
+            self.counters.set("rewarm_kv_stores_paused", float(any(thread.is_full for thread in self._store_threads)))
             for root in self.roots:
                 self._count_root(root)
             self.counters.set("rewarm_volume_used_bytes", sum(self._used_bytes.values()))

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 import mini_server
 from mini_server import BLOCK_TOKENS, CHUNK_TOKENS, MiniServer
 
-from rewarm.kv import directory
+from rewarm.kv import presence
 from rewarm.volume import create_volume
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -61,7 +61,7 @@ class Place:
 @pytest.fixture(autouse=True)
 def patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine must not turn a slow look at the file system into a miss here."""
-    monkeypatch.setattr(directory, "PROBE_LIMIT_S", 60.0)
+    monkeypatch.setattr(presence, "PROBE_LIMIT_S", 60.0)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rewarm.bench.arms import Shape
 from rewarm.bench.goals import GOALS_FILE, read_goals, unmeasured
 from rewarm.bench.index import make_named_volume, run_child
 from rewarm.bench.memory import Memory
-from rewarm.bench.subject import VolumeSide
+from rewarm.bench.volume_side import VolumeSide
 from rewarm.errors import DamageError, StorageError
 from rewarm.units import KIB, MIB
 

@@ -153,7 +153,7 @@ def test_the_peer_loads_what_it_stored(tmp_path: Path, memory: Memory) -> None:
 
 _GUARDED = """
 import os, sys
-from rewarm.bench.guard import forbid_file_calls
+from rewarm.bench.no_file_calls import forbid_file_calls
 forbid_file_calls()
 sum(range(1000))
 if sys.argv[1] == "stat":

@@ -36,7 +36,7 @@ from rewarm.testing.engines import Faulty
 from rewarm.volume import Outcome, create_volume
 from rewarm.volume.archive import export_archive, import_archive
 from rewarm.volume.janitor.process import JanitorProcess
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.usage import read_usage
 from rewarm.volume.verify import verify_volume
 
@@ -295,7 +295,7 @@ def test_import_of_records_that_no_root_can_hold(tmp_path: Path) -> None:
 def test_import_into_a_volume_that_takes_nothing_says_so(
     archive: bytes, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rewarm.volume.keeper.Keeper._store", lambda keeper, items: None)
+    monkeypatch.setattr("rewarm.volume.store_thread.StoreThread._store", lambda thread, items: None)
     with pytest.raises(StorageError, match=r"takes no more records \(.* of 8.0 MiB used.*\); 0 were imported"):
         import_archive(io.BytesIO(archive), [target])
 
@@ -306,7 +306,7 @@ def test_what_was_there_before_is_not_taken_off_what_was_imported(
     with pytest.raises(DamageError, match="cut short"):
         import_archive(io.BytesIO(archive[: len(archive.rstrip(b"\0")) // 2]), [target])
     assert record_files(target)
-    monkeypatch.setattr("rewarm.volume.keeper.Keeper._store", lambda keeper, items: None)
+    monkeypatch.setattr("rewarm.volume.store_thread.StoreThread._store", lambda thread, items: None)
     with pytest.raises(StorageError, match=r"takes no more records \(.* of 8.0 MiB used.*\); 0 were imported"):
         import_archive(io.BytesIO(archive), [target])
 

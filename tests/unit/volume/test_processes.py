@@ -27,7 +27,7 @@ from volumes import (
 from rewarm.errors import BusyError
 from rewarm.volume import Outcome, Volume, create_volume
 from rewarm.volume.janitor import process as janitor_process
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.usage import read_usage
 

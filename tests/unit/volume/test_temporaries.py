@@ -8,7 +8,7 @@ from pathlib import Path
 
 from volumes import Bench, namespace_of, store
 
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import DEAD_TEMPORARY_S, RootPaths
 
 

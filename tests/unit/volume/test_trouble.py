@@ -32,7 +32,7 @@ from rewarm.errors import StorageError
 from rewarm.testing.engines import Faulty, Slow
 from rewarm.volume import Outcome, Volume, create_volume, recovery
 from rewarm.volume.health import Pause
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.session import ENTRY, Session, SessionReader
 from rewarm.volume.usage import read_usage
@@ -199,7 +199,7 @@ def test_eio_on_writes_pauses_stores_and_gives_the_room_back(root: str) -> None:
 
 
 def test_each_write_may_fail_and_the_budget_stays_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewarm.volume.keeper.ROOM_WAIT_S", 0.05)  # there is no janitor to wait for
+    monkeypatch.setattr("rewarm.volume.store_thread.ROOM_WAIT_S", 0.05)  # there is no janitor to wait for
     for number in range(1, 9):
         root = str(tmp_path / str(number))
         create_volume([root], capacity_bytes=8 * MIB)

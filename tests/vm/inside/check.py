@@ -20,7 +20,7 @@ from rewarm.engine.base import Engine, ToMemory
 from rewarm.engine.record import parse_header
 from rewarm.errors import DamageError, FormatVersionError
 from rewarm.volume import Outcome, Volume
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths, key_of_name
 from rewarm.volume.recovery import boot_id, host_name, read_mark
 from rewarm.volume.usage import read_usage

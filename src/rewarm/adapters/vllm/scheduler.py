@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from rewarm.adapters.vllm import describe
 from rewarm.errors import AdapterError, RewarmError
 from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StepReport, StoreOrder
-from rewarm.kv.directory import ChunkDirectory, PrefixLookup, Shard
 from rewarm.kv.fingerprint import run_nonce
 from rewarm.kv.identity import with_layout
 from rewarm.kv.keys import chunk_id
 from rewarm.kv.policy import PrefixHit, load_policy
+from rewarm.kv.presence import ChunkPresence, PrefixLookup, Shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,7 +115,7 @@ class SchedulerSide:
         self._policy = load_policy(setup.kv.policy)
         self._chunk_blocks = setup.chunk_tokens // setup.block_tokens
         self._layouts: dict[int, tuple[str, int]] = {}
-        self._directory: ChunkDirectory | None = None
+        self._directory: ChunkPresence | None = None
         self._chunk_bytes = 0
         self._is_off = False
         """The volume failed before the first request; all is computed."""
@@ -254,7 +254,7 @@ class SchedulerSide:
                 return
             shards.append(Shard(namespace, rank))
             self._chunk_bytes += payload_bytes
-        self._directory = ChunkDirectory(shards, store=self._setup.kv.store)
+        self._directory = ChunkPresence(shards, store=self._setup.kv.store)
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from rewarm.errors import RewarmError
 from rewarm.volume.janitor.process import EVICTED
-from rewarm.volume.janitor.root import RootJanitor
+from rewarm.volume.janitor.root_janitor import RootJanitor
 
 _PARENT_STEP_S = 1.0
 _END_WAIT_S = 8.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rewarm.kv.chunks import StepReport
-from rewarm.kv.directory import COOL_S, PROBE_LIMIT_S, ChunkDirectory, Shard
+from rewarm.kv.presence import COOL_S, PROBE_LIMIT_S, ChunkPresence, Shard
 from rewarm.volume import Outcome
 
 CHUNKS = [bytes([number]) * 32 for number in range(6)]
@@ -61,27 +61,27 @@ class Clock:
         return self.now
 
 
-def make(num_ranks: int = 1, store: str = "always") -> tuple[ChunkDirectory, list[Shard], list[Namespace], Clock]:
+def make(num_ranks: int = 1, store: str = "always") -> tuple[ChunkPresence, list[Shard], list[Namespace], Clock]:
     namespaces = [Namespace() for _ in range(num_ranks)]
     shards = [Shard(namespace, rank) for rank, namespace in enumerate(namespaces)]
     clock = Clock()
-    return ChunkDirectory(shards, store=store, clock=clock), shards, namespaces, clock
+    return ChunkPresence(shards, store=store, clock=clock), shards, namespaces, clock
 
 
 def test_a_chunk_is_present_when_every_ranks_record_is() -> None:
-    directory, shards, namespaces, _ = make(num_ranks=2)
+    presence, shards, namespaces, _ = make(num_ranks=2)
     for chunk in CHUNKS[:3]:
         namespaces[0].known.add(shards[0].key(chunk))
     for chunk in CHUNKS[:2]:
         namespaces[1].known.add(shards[1].key(chunk))
-    assert directory.count_present(CHUNKS, 0) == 2
-    assert directory.look_up(CHUNKS[:2], 0).end() == 2
+    assert presence.count_present(CHUNKS, 0) == 2
+    assert presence.look_up(CHUNKS[:2], 0).end() == 2
 
 
 def test_a_lookup_waits_for_its_probe_and_remembers_the_answer() -> None:
-    directory, shards, (namespace,), _ = make()
+    presence, shards, (namespace,), _ = make()
     namespace.on_disk.update(shards[0].key(chunk) for chunk in CHUNKS[:4])
-    lookup = directory.look_up(CHUNKS, 0)
+    lookup = presence.look_up(CHUNKS, 0)
     assert lookup.end() is None
     assert lookup.end() is None
     assert len(namespace.probes) == 1
@@ -92,78 +92,78 @@ def test_a_lookup_waits_for_its_probe_and_remembers_the_answer() -> None:
 
 
 def test_a_slow_probe_is_given_up_and_what_is_known_counts() -> None:
-    directory, shards, (namespace,), clock = make()
+    presence, shards, (namespace,), clock = make()
     namespace.known.add(shards[0].key(CHUNKS[0]))
-    lookup = directory.look_up(CHUNKS, 0)
+    lookup = presence.look_up(CHUNKS, 0)
     assert lookup.end() is None
     clock.now += PROBE_LIMIT_S + 0.01
     assert lookup.end() == 1
 
 
 def test_a_chunk_that_failed_to_load_is_absent_until_it_is_stored_again_or_time_has_passed() -> None:
-    directory, shards, (namespace,), clock = make()
+    presence, shards, (namespace,), clock = make()
     keys = [shards[0].key(chunk) for chunk in CHUNKS]
     namespace.known.update(keys)
     namespace.on_disk.update(keys)
-    directory.take(StepReport(failed={CHUNKS[1]: Outcome.IO_ERROR, CHUNKS[2]: Outcome.DAMAGED}))
-    assert directory.count_present(CHUNKS, 0) == 1
+    presence.take(StepReport(failed={CHUNKS[1]: Outcome.IO_ERROR, CHUNKS[2]: Outcome.DAMAGED}))
+    assert presence.count_present(CHUNKS, 0) == 1
     assert keys[1] in namespace.known, "an I/O error says nothing of the record"
     assert keys[2] not in namespace.known
-    assert directory.wants_store(CHUNKS[1])
-    directory.take(StepReport(stored={CHUNKS[1]: 1}))
-    assert directory.count_present(CHUNKS, 0) == 2
+    assert presence.wants_store(CHUNKS[1])
+    presence.take(StepReport(stored={CHUNKS[1]: 1}))
+    assert presence.count_present(CHUNKS, 0) == 2
     clock.now += COOL_S + 1
-    directory.look_up(CHUNKS, 2).end()
+    presence.look_up(CHUNKS, 2).end()
     namespace.probes[-1].finish()
-    assert directory.count_present(CHUNKS, 0) == len(CHUNKS)
+    assert presence.count_present(CHUNKS, 0) == len(CHUNKS)
 
 
 def test_a_chunk_is_stored_once_and_again_after_it_was_given_up() -> None:
-    directory, _, _, _ = make(num_ranks=2)
+    presence, _, _, _ = make(num_ranks=2)
     chunk = CHUNKS[0]
-    assert directory.wants_store(chunk)
-    assert not directory.wants_store(chunk)
-    directory.take(StepReport(stored={chunk: 1}))
-    assert not directory.wants_store(chunk)
-    directory.take(StepReport(dropped={chunk: 1}))
-    assert directory.wants_store(chunk)
-    directory.take(StepReport(stored={chunk: 2}))
-    assert directory.is_present(chunk)
-    assert not directory.wants_store(chunk)
+    assert presence.wants_store(chunk)
+    assert not presence.wants_store(chunk)
+    presence.take(StepReport(stored={chunk: 1}))
+    assert not presence.wants_store(chunk)
+    presence.take(StepReport(dropped={chunk: 1}))
+    assert presence.wants_store(chunk)
+    presence.take(StepReport(stored={chunk: 2}))
+    assert presence.is_present(chunk)
+    assert not presence.wants_store(chunk)
 
 
 def test_a_late_report_of_a_store_that_was_given_up_changes_nothing() -> None:
-    directory, _, _, _ = make(num_ranks=2)
-    assert directory.wants_store(CHUNKS[0])
-    directory.take(StepReport(put_off={CHUNKS[0]: 1}))
-    directory.take(StepReport(stored={CHUNKS[0]: 1}))
-    assert directory.wants_store(CHUNKS[0])
+    presence, _, _, _ = make(num_ranks=2)
+    assert presence.wants_store(CHUNKS[0])
+    presence.take(StepReport(put_off={CHUNKS[0]: 1}))
+    presence.take(StepReport(stored={CHUNKS[0]: 1}))
+    assert presence.wants_store(CHUNKS[0])
 
 
 def test_on_reuse_stores_what_is_computed_a_second_time() -> None:
-    directory, _, _, _ = make(store="on_reuse")
-    assert not directory.wants_store(CHUNKS[0])
-    assert directory.wants_store(CHUNKS[0])
+    presence, _, _, _ = make(store="on_reuse")
+    assert not presence.wants_store(CHUNKS[0])
+    assert presence.wants_store(CHUNKS[0])
 
 
 def test_touch_reaches_every_shard() -> None:
-    directory, shards, namespaces, _ = make(num_ranks=2)
-    directory.touch(CHUNKS[:2])
+    presence, shards, namespaces, _ = make(num_ranks=2)
+    presence.touch(CHUNKS[:2])
     for shard, namespace in zip(shards, namespaces, strict=True):
         assert namespace.touched == [shard.key(chunk) for chunk in CHUNKS[:2]]
 
 
 def test_a_store_is_under_way_until_every_rank_has_told_its_end() -> None:
-    directory, _, _, _ = make(num_ranks=2)
-    assert not directory.is_storing(CHUNKS[0])
+    presence, _, _, _ = make(num_ranks=2)
+    assert not presence.is_storing(CHUNKS[0])
     for last in (
         StepReport(stored={CHUNKS[0]: 1}),
         StepReport(put_off={CHUNKS[1]: 1}),
         StepReport(dropped={CHUNKS[2]: 1}),
     ):
         (chunk,) = (*last.stored, *last.put_off, *last.dropped)
-        assert directory.wants_store(chunk)
-        directory.take(StepReport(stored={chunk: 1}))
-        assert directory.is_storing(chunk), "the other rank is still at it"
-        directory.take(last)
-        assert not directory.is_storing(chunk)
+        assert presence.wants_store(chunk)
+        presence.take(StepReport(stored={chunk: 1}))
+        assert presence.is_storing(chunk), "the other rank is still at it"
+        presence.take(last)
+        assert not presence.is_storing(chunk)

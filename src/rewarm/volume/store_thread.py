@@ -20,7 +20,7 @@ from rewarm.volume.usage import UsageFile
 if TYPE_CHECKING:
     from rewarm.volume.handles import StoreHandle
     from rewarm.volume.namespace import Namespace
-    from rewarm.volume.root import Root
+    from rewarm.volume.open_root import Root
     from rewarm.volume.volume import Volume
 
 MAX_BATCH_RECORDS = 64
@@ -50,7 +50,7 @@ class StoreItem:
         self.handle.settle(self.index, is_stored=is_stored)
 
 
-class Keeper:
+class StoreThread:
     """Of one root that is written to."""
 
     def __init__(self, volume: Volume, number: int, housekeep: Callable[[], None]) -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rewarm.bench.alternate import TRIES, alternate
 from rewarm.bench.arms import Shape, Turn
-from rewarm.bench.turns import TRIES, alternate
 from rewarm.units import GIB, KIB, MIB
 
 

@@ -28,8 +28,8 @@ from rewarm.volume.layout import (
     remove_dead_temporaries,
     replace_file,
 )
+from rewarm.volume.open_root import file_identity
 from rewarm.volume.recovery import host_name, write_mark
-from rewarm.volume.root import file_identity
 from rewarm.volume.session import Did, SessionReader, remove_unnamed, session_directories
 from rewarm.volume.usage import Usage, UsageFile
 

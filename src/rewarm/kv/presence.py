@@ -35,8 +35,8 @@ class ProbeHandle(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
 
-class Presence(Protocol):
-    """What the directory needs of a namespace."""
+class NamespaceIndex(Protocol):
+    """What ChunkPresence needs of a namespace."""
 
     def contains(self, key: bytes) -> bool: ...
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle: ...
@@ -49,7 +49,7 @@ class Presence(Protocol):
 class Shard:
     """One rank's part of every chunk."""
 
-    namespace: Presence
+    namespace: NamespaceIndex
     rank: int
     group: int = 0
 
@@ -61,14 +61,14 @@ class Shard:
 class PrefixLookup:
     """The lookup of one request: started once, asked at every step until it answers, remembered after that."""
 
-    def __init__(self, directory: ChunkDirectory, chunks: Sequence[bytes], first: int) -> None:
-        self._directory = directory
+    def __init__(self, presence: ChunkPresence, chunks: Sequence[bytes], first: int) -> None:
+        self._presence = presence
         self.chunks = chunks
         """Ids of all chunks of the request."""
         self.first = first
         """The chunk from which on presence was looked up; those before are resident."""
         self._probes: list[ProbeHandle] | None = None
-        self._started = directory.clock()
+        self._started = presence.clock()
         self._end: int | None = None
 
     def end(self) -> int | None:
@@ -78,20 +78,20 @@ class PrefixLookup:
         return self._end
 
     def _look(self) -> int | None:
-        end = self._directory.count_present(self.chunks, self.first)
+        end = self._presence.count_present(self.chunks, self.first)
         if end == len(self.chunks):
             return end
         if self._probes is None:
-            self._probes = self._directory.probe_unknown(self.chunks[end:])
+            self._probes = self._presence.probe_unknown(self.chunks[end:])
             deadline = self._started + PROBE_GRACE_S
             for probe in self._probes:
-                probe.wait(max(0.0, deadline - self._directory.clock()))
+                probe.wait(max(0.0, deadline - self._presence.clock()))
         if all(probe.done() for probe in self._probes):
-            return self._directory.count_present(self.chunks, end)
-        return end if self._directory.clock() - self._started > PROBE_LIMIT_S else None
+            return self._presence.count_present(self.chunks, end)
+        return end if self._presence.clock() - self._started > PROBE_LIMIT_S else None
 
 
-class ChunkDirectory:
+class ChunkPresence:
     """Presence of chunks over all shards, and the stores that are under way. One thread, no I/O."""
 
     def __init__(self, shards: Sequence[Shard], *, store: str, clock: Callable[[], float] = time.monotonic) -> None:
