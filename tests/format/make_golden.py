@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rewarm.engine.checksum import crc32c
 from rewarm.engine.record import RecordHeader, pack_header, piece_spans, record_bytes
-from rewarm.volume.janitor import root as janitor
+from rewarm.volume.janitor import root_janitor as janitor
 from rewarm.volume.layout import NamespaceFile, RootFile, RootPaths, identity_id, to_text
 from rewarm.volume.session import ENTRY, Did
 from rewarm.volume.usage import Usage, new_usage_file
