@@ -24,7 +24,7 @@ from rewarm.units import GIB, KIB, MAX_SIZE, MIB, format_size, parse_size
 CONFIG_FILE_VARIABLE = "REWARM_CONFIG"
 
 POLICIES = ("always_load", "never")
-STORE_RULES = ("always", "on_reuse")
+STORE_RULES = ("always", "on_reuse", "prompts_over_tokens")
 ENGINES = ("auto", "io_uring", "threads", "pure")
 
 
@@ -65,7 +65,15 @@ class KvConfig(Section):
     policy: str = "always_load"
     """always_load: what is found is loaded; never: everything is computed, for a comparison."""
     store: str = "always"
-    """always: chunks are stored when they are first computed; on_reuse: when they are computed a second time."""
+    """always: chunks are stored when they are first computed; on_reuse: when a request needs them a second time;
+    prompts_over_tokens: those of requests whose prompt has store_min_tokens or more."""
+    store_min_tokens: int = 4096
+    """For store = prompts_over_tokens."""
+    store_bytes_per_day: int = 0
+    """Bytes that all servers of the volume together may have written in any 24 hours, like 2TiB, before this one stores
+    no more until older hours fall out of the count; kept over restarts. 0: no bound."""
+    dwpd: float = 0.0
+    """Drive writes a day that the flash is rated for, of its data sheet; for the wear metrics only. 0: not known."""
     read_only: bool = False
     """Load, but neither store nor evict."""
     durable: bool = False
@@ -102,6 +110,13 @@ class KvConfig(Section):
         _check_one_of("kv.policy", self.policy, POLICIES)
         _check_one_of("kv.store", self.store, STORE_RULES)
         _check_one_of("kv.engine", self.engine, ENGINES)
+        _check(self.store_min_tokens > 0, f"kv.store_min_tokens is {self.store_min_tokens}", "1 or more")
+        _check(
+            self.store_bytes_per_day == 0 or self.store_bytes_per_day >= GIB // 16,
+            f"kv.store_bytes_per_day is {format_size(self.store_bytes_per_day)}",
+            "at least 64 MiB; like 2TiB",
+        )
+        _check(0 <= self.dwpd < math.inf, f"kv.dwpd is {self.dwpd}", "0 or more; most drives have 0.3 to 3")
         _check(0 <= self.num_workers <= 256, f"kv.num_workers is {self.num_workers}", "0 to 256")
         for name, num_bytes in (
             ("ring_bytes", self.ring_bytes),
@@ -212,7 +227,7 @@ def _convert(section: type[Section], key: str, value: Any, origin: str) -> Any:
     name = f"{section.SECTION}.{key} ({origin})"
     if wanted is bool and isinstance(value, str) and value.lower() in _TRUE + _FALSE:
         return value.lower() in _TRUE
-    if wanted is int and key.endswith("_bytes") and isinstance(value, str):
+    if wanted is int and "bytes" in key.split("_") and isinstance(value, str):
         return parse_size(value)
     if wanted in (int, float) and isinstance(value, str):
         try:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import click
 
 from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
+from rewarm.config import KvConfig, resolve
 from rewarm.errors import ExitCode, StorageError, UsageError
 from rewarm.units import MIB, format_rate, format_size, parse_size
 from rewarm.volume import create_volume
@@ -69,15 +70,19 @@ def create(roots: Sequence[str], size: str, as_json: bool) -> None:
 
 @command.command("info")
 @_roots
+@click.option("--dwpd", type=float, metavar="N", help="Drive writes a day that the flash is rated for. [kv.dwpd]")
 @json_option
 @quiet_option
-def info(roots: Sequence[str], as_json: bool) -> None:
-    """Show the roots, the room and the namespaces of a volume; reads names only."""
+def info(roots: Sequence[str], dwpd: float | None, as_json: bool) -> None:
+    """Show the roots, the room, the wear and the namespaces of a volume; reads names only."""
+    rated_dwpd = resolve(KvConfig, arguments={"dwpd": dwpd}).config.dwpd
     found = volume_info(roots)
     if as_json:
-        print_json(_info_document(found))
+        print_json(_info_document(found, rated_dwpd))
     else:
         _print_info(found)
+        _print_wear(found.roots, rated_dwpd)
+        _print_namespaces(found.namespaces)
     if found.num_records > MANY_RECORDS:
         note(
             f"note: {found.num_records:,} records are more than {MANY_RECORDS:,}; larger chunks need less memory "
@@ -85,7 +90,7 @@ def info(roots: Sequence[str], as_json: bool) -> None:
         )
 
 
-def _info_document(found: VolumeInfo) -> dict[str, Any]:
+def _info_document(found: VolumeInfo, rated_dwpd: float) -> dict[str, Any]:
     return {
         "schema": "rewarm.volume.info/1",
         "volume_id": found.id,
@@ -95,7 +100,7 @@ def _info_document(found: VolumeInfo) -> dict[str, Any]:
         "records": found.num_records,
         "index_bytes": found.index_bytes,
         "scan_seconds": round(found.scan_s, 6),
-        "roots": [_root_document(root) for root in found.roots],
+        "roots": [_root_document(root, rated_dwpd) for root in found.roots],
         "namespaces": [
             {
                 "id": namespace.id.hex(),
@@ -110,7 +115,9 @@ def _info_document(found: VolumeInfo) -> dict[str, Any]:
     }
 
 
-def _root_document(root: RootInfo) -> dict[str, Any]:
+def _root_document(root: RootInfo, rated_dwpd: float) -> dict[str, Any]:
+    now_s = time.time()
+    written_day = root.written_day_bytes(now_s)
     return {
         "path": root.path,
         "root_id": root.file.root_id,
@@ -125,6 +132,12 @@ def _root_document(root: RootInfo) -> dict[str, Any]:
         "disk_free_bytes": root.disk_free_bytes,
         "pids": root.pids,
         "janitor_pid": root.janitor_pid,
+        "device_bytes": root.device_bytes,
+        "written_bytes_total": root.wear.total_bytes,
+        "written_bytes_last_day": written_day,
+        "written_bytes_per_day_mean": round(root.wear.mean_per_day(now_s)),
+        "dwpd": round(written_day / root.device_bytes, 6),
+        "rated_dwpd": rated_dwpd or None,
     }
 
 
@@ -148,7 +161,21 @@ def _print_info(found: VolumeInfo) -> None:
         for root in found.roots
     ]
     print_table(("root", "capacity", "used", "disk free", "processes"), rows)
-    _print_namespaces(found.namespaces)
+
+
+def _print_wear(roots: Sequence[RootInfo], rated_dwpd: float) -> None:
+    now_s = time.time()
+    rows = []
+    for root in roots:
+        day, mean = root.written_day_bytes(now_s), round(root.wear.mean_per_day(now_s))
+        share = (f"{mean / root.device_bytes / rated_dwpd:.1%}",) if rated_dwpd else ()
+        drive_writes = f"{mean / root.device_bytes:.3g}"
+        rows.append(
+            (root.path, format_size(root.wear.total_bytes), format_size(day), format_size(mean), drive_writes, *share)
+        )
+    click.echo()
+    of_rated = (f"of {rated_dwpd:g} rated",) if rated_dwpd else ()
+    print_table(("root", "written", "last day", "a day, mean", "drive writes a day", *of_rated), rows)
 
 
 def _print_namespaces(namespaces: Sequence[NamespaceInfo]) -> None:

@@ -99,8 +99,9 @@ class RankWorker(ABC):
         """
         self._bind(orders)
         if orders.stores and self._setup.may_store:
-            if self._namespace is None:
+            if self._namespace is None or self._setup.volume.is_over_budget:
                 self._report.dropped.update({order.chunk: 1 for order in orders.stores})
+                self._setup.counters.add("rewarm_kv_stores_total", len(orders.stores), "skipped")
             else:
                 self._save(self._namespace, orders.stores)
 

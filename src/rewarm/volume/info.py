@@ -24,8 +24,10 @@ from rewarm.volume.layout import (
     read_roots,
     read_small_file,
 )
+from rewarm.volume.open_root import device_bytes
 from rewarm.volume.session import SessionReader, session_directories
 from rewarm.volume.usage import Usage, read_usage
+from rewarm.volume.wear import DAY_HOURS, Wear, read_wear
 
 MANY_RECORDS = 5_000_000
 """Above that opening takes seconds and a janitor's memory a GiB: larger chunks are the remedy."""
@@ -45,6 +47,13 @@ class RootInfo:
     """Processes that store or load there now, on this host as far as their numbers are known."""
     janitor_pid: int
     """The last one that took the lock; 0: none ever."""
+    wear: Wear
+    device_bytes: int
+    """Size of the file system."""
+
+    def written_day_bytes(self, now_s: float) -> int:
+        """Written by all processes in the last 24 whole hours and the one that goes on."""
+        return self.wear.written_since(DAY_HOURS, now_s)
 
 
 @dataclass(slots=True)
@@ -141,6 +150,8 @@ def root_info(root: str, file: RootFile) -> RootInfo:
         quarantined_bytes=quarantined_bytes(paths),
         pids=_live_pids(paths),
         janitor_pid=_janitor_pid(paths),
+        wear=read_wear(paths.wear),
+        device_bytes=device_bytes(root),
     )
 
 

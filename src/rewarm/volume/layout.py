@@ -91,6 +91,7 @@ class RootPaths:
         self.volume_file = os.path.join(self.root, VOLUME_FILE)
         self.state = os.path.join(self.root, STATE_DIR)
         self.usage = os.path.join(self.state, "usage")
+        self.wear = os.path.join(self.state, "wear")
         self.janitor_lock = os.path.join(self.state, "janitor.lock")
         self.recovery_lock = os.path.join(self.state, "recovery.lock")
         self.order = os.path.join(self.state, "order")

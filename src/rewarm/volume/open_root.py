@@ -11,6 +11,7 @@ from rewarm.volume.health import RootHealth
 from rewarm.volume.layout import RootFile, RootPaths
 from rewarm.volume.session import Session
 from rewarm.volume.usage import UsageFile
+from rewarm.volume.wear import WearFile
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Root:
     session: Session | None
     """None: this process only reads, and leaves no trace."""
     usage: UsageFile
+    wear: WearFile
     health: RootHealth = field(default_factory=RootHealth)
     identity: tuple[int, int] = (0, 0)
     """Device and inode of the volume file: an unmounted root leaves an empty directory that must not be written to."""
@@ -50,3 +52,13 @@ def file_identity(path: str) -> tuple[int, int]:
     if not stat.S_ISREG(found.st_mode):
         raise StorageError(f"{path} is not a regular file", path=path)
     return found.st_dev, found.st_ino
+
+
+def device_bytes(root: str) -> int:
+    """Size of the file system that a root lies on, which stands for that of its device.
+
+    Raises:
+        OSError: It does not answer.
+    """
+    numbers = os.statvfs(root)
+    return max(1, numbers.f_blocks * numbers.f_frsize)

@@ -16,6 +16,7 @@ from rewarm.engine.base import Priority, WriteRecord
 from rewarm.errors import RewarmError
 from rewarm.volume.session import Did
 from rewarm.volume.usage import UsageFile
+from rewarm.volume.wear import DAY_HOURS, Wear
 
 if TYPE_CHECKING:
     from rewarm.volume.handles import StoreHandle
@@ -70,6 +71,8 @@ class StoreThread:
         self._is_closing = False
         self.is_full = False
         """Whether the last store found no room."""
+        self.refused_bytes = 0
+        """Length of the record that the store budget had no room for; 0: it has some."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rewarm-store-{number}", daemon=True)
         self._thread.start()
@@ -150,7 +153,12 @@ class StoreThread:
             return
         if group[0].namespace.file.record_bytes > self._root.file.capacity_bytes:
             return  # nothing that could be evicted makes room for it
+        group = self._within_budget(group)
+        if not group:
+            return
         granted = self._reserve(group)
+        if granted < len(group):
+            self._root.wear.give_back((len(group) - granted) * group[0].namespace.file.record_bytes)
         full = self._write(group, granted)
         if full and not self._stop.is_set():
             self._make_room()
@@ -158,6 +166,20 @@ class StoreThread:
         self.is_full = bool(full) or not granted
         if self.is_full:
             self._root.health.note_store(errno.ENOSPC)
+
+    def _within_budget(self, group: Sequence[StoreItem]) -> Sequence[StoreItem]:
+        """Those that the store budget of the day has room for; they count as written."""
+        record_bytes = group[0].namespace.file.record_bytes
+        num_within = self._root.wear.spend(record_bytes, len(group), self._volume.store_budget_bytes(self._number))
+        self.refused_bytes = 0 if num_within == len(group) else record_bytes
+        self._volume.counters.add("rewarm_kv_stores_over_budget_total", len(group) - num_within)
+        return group[:num_within]
+
+    def note_wear(self, wear: Wear, now_s: float) -> None:
+        """Look whether there is room in the store budget again."""
+        budget_bytes = self._volume.store_budget_bytes(self._number)
+        if self.refused_bytes and wear.written_since(DAY_HOURS, now_s) + self.refused_bytes <= budget_bytes:
+            self.refused_bytes = 0
 
     def _is_there(self, item: StoreItem) -> bool:
         if self._volume.is_damaged(item.namespace.id, item.key):

@@ -30,12 +30,13 @@ from rewarm.volume.layout import (
     write_namespace_file,
 )
 from rewarm.volume.namespace import Namespace
-from rewarm.volume.open_root import Root, file_identity
+from rewarm.volume.open_root import Root, device_bytes, file_identity
 from rewarm.volume.placement import Placement
 from rewarm.volume.recovery import recover_root
 from rewarm.volume.session import Did, Session
 from rewarm.volume.store_thread import StoreItem, StoreThread
 from rewarm.volume.usage import UsageFile, read_usage
+from rewarm.volume.wear import DAY_HOURS, WearFile, new_wear_file, read_wear
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Volume:
         read_only: bool,
         durable: bool,
         janitor: JanitorProcess | None,
+        store_bytes_per_day: int = 0,
+        rated_dwpd: float = 0.0,
     ) -> None:
         """Use Volume.open()."""
         self.roots = list(roots)
@@ -64,6 +67,8 @@ class Volume:
         self.counters = counters
         self.read_only = read_only
         self.durable = durable
+        self._store_bytes_per_day = store_bytes_per_day
+        self._rated_dwpd = rated_dwpd
         self.placement = Placement(
             [root.file.root_id for root in roots], [float(root.file.capacity_bytes) for root in roots]
         )
@@ -90,6 +95,8 @@ class Volume:
         read_only: bool = False,
         durable: bool = False,
         janitor: bool = True,
+        store_bytes_per_day: int = 0,
+        rated_dwpd: float = 0.0,
     ) -> Volume:
         """Open a volume that create_volume() made.
 
@@ -100,6 +107,9 @@ class Volume:
             read_only: Load only; nothing on the roots is changed, no trace is left.
             durable: fsync each record.
             janitor: Start a process that evicts while this one lives, if no other one does.
+            store_bytes_per_day: What all processes together may have written in any 24 hours before this one stores no
+                more; spread over the roots by their capacity. 0: no bound.
+            rated_dwpd: Drive writes a day that the flash is rated for, for a metric; 0: not known.
         Raises:
             UsageError: No volume there, roots of different volumes, a root named twice.
             FormatVersionError: A newer format.
@@ -118,6 +128,8 @@ class Volume:
                 read_only=read_only,
                 durable=durable,
                 janitor=process,
+                store_bytes_per_day=store_bytes_per_day,
+                rated_dwpd=rated_dwpd,
             )
         except BaseException:
             for root in opened:
@@ -133,6 +145,16 @@ class Volume:
     def capacity_bytes(self) -> int:
         """What the opened roots may hold."""
         return sum(root.file.capacity_bytes for root in self.roots)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether every root's store budget is spent: what is stored now is refused."""
+        return bool(self._store_threads) and all(thread.refused_bytes for thread in self._store_threads)
+
+    def store_budget_bytes(self, root_number: int) -> int:
+        """What may be written to one root in any 24 hours; 0: no bound."""
+        share = self.roots[root_number].file.capacity_bytes / self.capacity_bytes
+        return max(1, int(self._store_bytes_per_day * share)) if self._store_bytes_per_day else 0
 
     def used_bytes(self) -> int:
         """What the opened roots hold, of all namespaces and processes; asks the file system."""
@@ -247,8 +269,10 @@ class Volume:
             record_count = sum(len(namespace) for namespace in list(self._namespaces.values()))
             self.counters.set("rewarm_volume_records", record_count)
             self.counters.set("rewarm_kv_stores_paused", float(any(thread.is_full for thread in self._store_threads)))
-            for root in self.roots:
+            for number, root in enumerate(self.roots):
                 self._count_root(root)
+                if not root.health.stores.is_on:
+                    self._count_wear(number, root)
             self.counters.set("rewarm_volume_used_bytes", sum(self._used_bytes.values()))
         finally:
             self._housekeeping.release()
@@ -260,6 +284,15 @@ class Volume:
         usage = read_usage(root.paths.usage)
         if usage.is_known:
             self._used_bytes[root.name] = usage.used_bytes
+
+    def _count_wear(self, number: int, root: Root) -> None:
+        wear, now_s = read_wear(root.paths.wear), time.time()
+        self._store_threads[number].note_wear(wear, now_s)
+        written, device = wear.written_since(DAY_HOURS, now_s), device_bytes(root.name)
+        self.counters.set("rewarm_root_written_day_bytes", written, root.name)
+        self.counters.set("rewarm_root_dwpd", written / device, root.name)
+        if self._rated_dwpd:
+            self.counters.set("rewarm_root_endurance_ratio", written / device / self._rated_dwpd, root.name)
 
     def _count_evicted(self, janitor: JanitorProcess) -> None:
         """What the own child evicted: of all the processes of a volume, one counts each record."""
@@ -282,7 +315,7 @@ def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
         refused = write_error(path, error)
         refused.hint += "; or open it read-only" if refused.hint else ""
         raise refused from error
-    return Root(paths, file, session, UsageFile(paths.usage), identity=identity)
+    return Root(paths, file, session, UsageFile(paths.usage), WearFile(paths.wear), identity=identity)
 
 
 def _begin_session(paths: RootPaths) -> Session:
@@ -318,9 +351,13 @@ def _make_state(paths: RootPaths) -> None:
     for directory in (paths.state, paths.sessions, paths.quarantine):
         with suppress(FileExistsError):
             os.mkdir(directory, 0o700)
+    if not os.path.lexists(paths.wear):
+        with suppress(FileExistsError):
+            new_wear_file(paths.wear)
 
 
 def _close_root(root: Root) -> None:
     if root.session is not None:
         root.session.close()
     root.usage.close()
+    root.wear.close()

@@ -271,3 +271,22 @@ def test_a_use_counts_for_the_chunks_that_the_server_itself_had(place: Place, mo
     server.run([longer])
     assert len(touched[2]) == NUM_CHUNKS, "and a store behind them uses them, once"
     assert len(touched) == 3
+
+
+def test_short_prompts_are_not_stored_where_only_long_ones_are_wanted(place: Place) -> None:
+    server = place.server(store="prompts_over_tokens", store_min_tokens=PROMPT_TOKENS)
+    server.run([prompt(2)[:-1]])
+    place.fill(server, [prompt(1)])
+    assert place.records() == NUM_CHUNKS
+    assert cold(server, prompt(1), prompt(2)) == [NUM_CHUNKS * CHUNK_BLOCKS, 0]
+
+
+def test_a_spent_store_budget_leaves_stores_out_and_answers_as_before(place: Place) -> None:
+    server = place.server(store_bytes_per_day=64 << 20)
+    place.fill(server, [prompt(1)])
+    for thread in server.worker._rank.volume._store_threads:
+        thread.refused_bytes = 1
+    server.run([prompt(2)])
+    assert place.records() == NUM_CHUNKS
+    assert counted(server, "rewarm_kv_stores_total", "skipped") >= NUM_CHUNKS
+    assert cold(server, prompt(1), prompt(2))[0] == NUM_CHUNKS * CHUNK_BLOCKS

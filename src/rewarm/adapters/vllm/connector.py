@@ -19,13 +19,12 @@ from rewarm.adapters.vllm.messages import OrdersMetadata, ReportMetadata
 from rewarm.adapters.vllm.scheduler import SchedulerSide, scheduler_setup
 from rewarm.adapters.vllm.stats import RewarmPromMetrics, RewarmStats
 from rewarm.adapters.vllm.versions import check_version
-from rewarm.adapters.vllm.worker import RankSide
+from rewarm.adapters.vllm.worker import RankSide, open_volume
 from rewarm.config import KvConfig, resolve
 from rewarm.engine import EngineConfig, open_engine
 from rewarm.errors import RewarmError, UsageError
 from rewarm.kv.chunks import StepOrders
 from rewarm.metrics import Counters
-from rewarm.volume import Volume
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,14 +67,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _open_scheduler_side(self) -> None:
         kv = self._kv
         self._engine = open_engine(EngineConfig(kind=kv.engine, num_workers=kv.num_workers))
-        self._volume = Volume.open(
-            kv.roots,
-            engine=self._engine,
-            counters=self._counters,
-            read_only=kv.read_only,
-            durable=kv.durable,
-            janitor=not kv.read_only,
-        )
+        self._volume = open_volume(kv, self._engine, self._counters, janitor=True)
         setup, notes = scheduler_setup(self._vllm_config, self._cache, kv, self._volume, self._counters)
         for note in notes:
             logger.warning("Rewarm: %s: what is stored in this run is not found by the next", note)

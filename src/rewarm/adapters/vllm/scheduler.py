@@ -289,7 +289,7 @@ class SchedulerSide:
 
     def _order_stores(self, tracked: _Tracked, num_computed_tokens: int, output: SchedulerOutput) -> None:
         """Order the chunks that are computed by the end of this step; tokens that may yet be rejected have no hash."""
-        if self._directory is None or self._setup.kv.read_only or not tracked.is_served:
+        if self._directory is None or not self._may_store(tracked):
             return
         request_id = tracked.request.request_id
         num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id]
@@ -306,6 +306,11 @@ class SchedulerSide:
                 self._stores[chunk] = (request_id, index)
                 self._note_use(tracked, index)
         tracked.num_considered = max(tracked.num_considered, num_ready)
+
+    def _may_store(self, tracked: _Tracked) -> bool:
+        kv = self._setup.kv
+        is_short = kv.store == "prompts_over_tokens" and tracked.request.num_prompt_tokens < kv.store_min_tokens
+        return tracked.is_served and not kv.read_only and not is_short
 
     def _note_use(self, tracked: _Tracked, num_chunks: int) -> None:
         """Once a request that loads or stores: its first chunks were used, those too that the server's own blocks had,

@@ -66,9 +66,7 @@ class RankSide:
                 ring_address=ring.address if ring else 0,
             )
         )
-        self.volume = Volume.open(
-            kv.roots, engine=self.engine, counters=counters, read_only=kv.read_only, durable=kv.durable, janitor=False
-        )
+        self.volume = open_volume(kv, self.engine, counters, janitor=False)
         setup = RankSetup(
             planes=planes,
             chunk_blocks=chunk_blocks,
@@ -93,6 +91,20 @@ class RankSide:
         self.worker.close()
         self.volume.close()
         self.engine.close()
+
+
+def open_volume(kv: KvConfig, engine: Engine, counters: Counters, *, janitor: bool) -> Volume:
+    """The configured volume; raises as Volume.open()."""
+    return Volume.open(
+        kv.roots,
+        engine=engine,
+        counters=counters,
+        read_only=kv.read_only,
+        durable=kv.durable,
+        janitor=janitor and not kv.read_only,
+        store_bytes_per_day=kv.store_bytes_per_day,
+        rated_dwpd=kv.dwpd,
+    )
 
 
 def _pinned_ring(planes: PlaneSet, ring_bytes: int) -> Any:
