@@ -23,7 +23,7 @@ from rewarm.units import GIB, KIB, MAX_SIZE, MIB, format_size, parse_size
 
 CONFIG_FILE_VARIABLE = "REWARM_CONFIG"
 
-POLICIES = ("always_load", "never")
+POLICIES = ("always_load", "auto", "never")
 STORE_RULES = ("always", "on_reuse", "prompts_over_tokens")
 ENGINES = ("auto", "io_uring", "threads", "pure")
 
@@ -63,7 +63,8 @@ class KvConfig(Section):
     chunk_tokens: int = 0
     """Tokens in one record, a multiple of the server's block. 0: chosen so that a record is 4 to 64 MiB."""
     policy: str = "always_load"
-    """always_load: what is found is loaded; never: everything is computed, for a comparison."""
+    """always_load: what is found is loaded; auto: what is sooner, loading or computing, by what this server measures;
+    never: everything is computed, for a comparison."""
     store: str = "always"
     """always: chunks are stored when they are first computed; on_reuse: when a request needs them a second time;
     prompts_over_tokens: those of requests whose prompt has store_min_tokens or more."""

@@ -45,7 +45,23 @@ class Metric:
 
 
 _EVICTED = "that this server's janitor removed to stay within the capacity; of servers that share a volume one evicts"
-_OUTCOME = "hit, miss, damaged, io_error, timeout"
+_OUTCOME = "hit, miss, damaged, io_error, timeout, cut (computed instead)"
+DECISION_REASONS = (
+    "always_load",
+    "never",
+    "not_stored",
+    "unmeasured",
+    "load_faster",
+    "compute_faster",
+    "spread_load",
+    "spread_compute",
+    "split",
+    "probe_load",
+    "probe_compute",
+    "hold",
+    "cut",
+)
+"""Labels of rewarm_kv_decisions_total; docs/guides/policy.md says what each means."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("rewarm_kv_lookup_tokens_total", COUNTER, "Prompt tokens that were looked up."),
@@ -57,6 +73,12 @@ METRICS: tuple[Metric, ...] = (
         HISTOGRAM,
         "Time of one request's load, from submit until its last block is in place.",
         buckets=SECONDS_BUCKETS,
+    ),
+    Metric(
+        "rewarm_kv_decisions_total",
+        COUNTER,
+        "Choices between loading and computing a stored prefix, by reason (guides/policy.md).",
+        ("reason",),
     ),
     Metric("rewarm_kv_stores_total", COUNTER, "Records written, by outcome: stored, skipped, failed.", ("outcome",)),
     Metric("rewarm_kv_store_bytes_total", COUNTER, "Payload bytes written; the wear of the flash follows from it."),

@@ -45,7 +45,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     done = run_rewarm("--help")
     assert done.returncode == 0
     assert done.stderr == ""
-    for name in ("bench", "config", "doctor", "trial", "vllm", "volume"):
+    for name in ("bench", "config", "doctor", "kv", "trial", "vllm", "volume"):
         assert f"\n  {name} " in done.stdout
     assert "1 the answer is no" in done.stdout
 

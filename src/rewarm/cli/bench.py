@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from rewarm.cli.common import json_option, note, print_table, progress, quiet_option
+from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.errors import ExitCode, UsageError
 from rewarm.units import parse_size
 
@@ -150,6 +150,63 @@ def trace(kind: str, target: Path, seed: int, scale: float) -> None:
     made = generate(kind, seed=seed, scale=scale)
     write_trace(made, target)
     note(f"{len(made.requests):,} requests, {made.seconds / 3600:.1f} h, {made.input_tokens:,} tokens")
+
+
+@command.command("policy")
+@click.option("--cases", default=1000, show_default=True, metavar="N", help="Random cases.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Replay a server's log of decisions instead.",
+)
+@click.option("--check", is_flag=True, help="Exit with 1 when a goal falls short.")
+@json_option
+@quiet_option
+def policy(cases: int, trace: Path | None, check: bool, as_json: bool) -> int:
+    """Loading against computing on simulated servers: how near policy auto comes to the best schedule."""
+    if trace is not None:
+        _replay(trace, as_json=as_json)
+        return ExitCode.DONE
+    from rewarm.bench.policy import study
+    from rewarm.bench.policy.cases import Knowledge
+
+    if cases < 2:
+        raise UsageError(f"--cases is {cases}", hint="at least 2")
+    with progress("bench policy", cases * len(Knowledge)) as advance:
+        report = study.run(cases, command=_command_line(), step=lambda: advance(1))
+    if as_json:
+        click.echo(report.to_json(), nl=False)
+    else:
+        goals = [(figure.name, f"{figure.value:.3f} {figure.unit}", figure.goal or "-") for figure in report.figures]
+        print_table(("figure", "value", "goal"), goals)
+    for figure in report.shortfalls():
+        note(f"falls short: {figure.name} is {figure.value:.3g} {figure.unit}; goal {figure.goal}")
+    return ExitCode.ANSWER_IS_NO if check and report.shortfalls() else ExitCode.DONE
+
+
+def _replay(path: Path, *, as_json: bool) -> None:
+    from rewarm.bench.policy.replay import read_trace, replay
+    from rewarm.kv.decision_log import read_log
+
+    trace = read_trace(read_log(path))
+    results = replay(trace)
+    if as_json:
+        document = {
+            "schema": "rewarm.bench-policy-replay/1",
+            "requests": len(trace.prompts),
+            "actual_mean_s": sum(trace.actual_s) / len(trace.actual_s) if trace.actual_s else None,
+            "policies": [dataclasses.asdict(result) for result in results],
+        }
+        print_json(document)
+        return
+    rows = [
+        (one.policy, f"{one.mean_s:.3f} s", f"{one.p99_s:.3f} s", f"{one.end_s:.1f} s", f"{one.num_loads}")
+        for one in results
+    ]
+    print_table(("policy", "mean until a prompt is there", "p99", "all of them", "loads"), rows)
+    if trace.actual_s:
+        note(f"as it was: {sum(trace.actual_s) / len(trace.actual_s):.3f} s on the mean")
 
 
 def _command_line() -> str:

@@ -84,15 +84,38 @@ class StepOrders:
 
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
+    step: int = 0
+    """Number of the step, for the report on it."""
+    cuts: list[str] = field(default_factory=list)
+    """Requests whose load is to be ended: what is not in place yet is computed."""
     idle: bool = False
     """The step computes nothing: a rank may wait some milliseconds for what it loads, lest the loop spins."""
     identity: str = ""
     """Canonical JSON of the part of the identity that all ranks share; sent until every rank has told its layout."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a root delivered while it was busy; those of several ranks add up."""
+
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    """Added up over ranks."""
+    ran_dry: bool = False
+    """Somewhere in that time the last byte was delivered, and nobody knows when."""
+
+    def __add__(self, other: Delivery) -> Delivery:
+        return Delivery(self.num_bytes + other.num_bytes, self.busy_s + other.busy_s, self.ran_dry or other.ran_dry)
+
+
 @dataclass(slots=True)
 class StepReport:
     """What the ranks tell the scheduler's side after a step; reports of several ranks add up."""
+
+    step: int = 0
+    """The step that has ended."""
+    num_ranks: int = 1
+    """Ranks that this report is from."""
 
     layouts: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Rank -> (canonical JSON of the layout of its planes, bytes of its part of a chunk); told once."""
@@ -103,17 +126,28 @@ class StepReport:
     put_off: dict[bytes, int] = field(default_factory=dict)
     """Chunk id -> ranks that had no room to stage it; it may be ordered again while its blocks are held."""
     failed: dict[bytes, int] = field(default_factory=dict)
-    """Chunk id -> the worst Outcome of a load that was not HIT."""
-
-    def __bool__(self) -> bool:
-        return bool(self.layouts or self.stored or self.dropped or self.put_off or self.failed)
+    """Chunk id -> the worst Outcome of a load that was not HIT, and was not cut either."""
+    placed: dict[str, int] = field(default_factory=dict)
+    """Request -> parts of chunks that its load has put in place since the last report."""
+    short: dict[str, int] = field(default_factory=dict)
+    """Request whose load has ended early -> the first of its chunks that is not in place."""
+    delivered: dict[int, Delivery] = field(default_factory=dict)
+    """Root -> what it delivered since the last report."""
 
     def add(self, other: StepReport) -> None:
         """Take another rank's report in."""
         self.layouts.update(other.layouts)
+        self.step = max(self.step, other.step)
+        self.num_ranks += other.num_ranks
         pairs = ((self.stored, other.stored), (self.dropped, other.dropped), (self.put_off, other.put_off))
         for mine, theirs in pairs:
             for chunk, count in theirs.items():
                 mine[chunk] = mine.get(chunk, 0) + count
         for chunk, outcome in other.failed.items():
             self.failed[chunk] = max(self.failed.get(chunk, 0), outcome)
+        for request_id, count in other.placed.items():
+            self.placed[request_id] = self.placed.get(request_id, 0) + count
+        for request_id, index in other.short.items():
+            self.short[request_id] = min(self.short.get(request_id, index), index)
+        for root, delivery in other.delivered.items():
+            self.delivered[root] = self.delivered.get(root, Delivery()) + delivery

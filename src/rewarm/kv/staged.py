@@ -27,7 +27,7 @@ from rewarm.engine.base import ToSlot
 from rewarm.errors import UnsupportedError
 from rewarm.kv.chunks import LoadOrder, StoreOrder
 from rewarm.kv.rows import chunk_rows
-from rewarm.kv.worker import CLOSE_WAIT_S, Load, RankSetup, RankWorker, StoreBuffer, take_results
+from rewarm.kv.worker import CLOSE_WAIT_S, Load, RankSetup, RankWorker, StoreBuffer
 from rewarm.volume import Outcome
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class StagedWorker(RankWorker):
                 cut.handle.cancel()
         has_moved = False
         for active in self._active:
-            for index in take_results(active.load):
+            for index in self._take_results(active.load, is_exact=True):
                 self._copy(active, index)
                 has_moved = True
             self._note_end(active)

@@ -22,6 +22,7 @@ from rewarm.errors import RewarmError
 from rewarm.kv.chunks import LoadOrder, StepOrders, StepReport, StoreOrder
 from rewarm.kv.identity import canonical_json, with_layout
 from rewarm.kv.keys import shard_key
+from rewarm.kv.meter import RootMeter
 from rewarm.units import MIB, round_up
 from rewarm.volume import Outcome
 
@@ -50,6 +51,10 @@ class Load:
     handle: LoadHandle | None = None
     failed: dict[int, Outcome] = field(default_factory=dict)
     """Index of the chunk -> how it ended, where that was not HIT."""
+    num_told: int = 0
+    """Chunks in place that the scheduler's side knows of."""
+    is_cut: bool = False
+    """It was ended on purpose: its chunks are no worse for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +89,18 @@ class RankWorker(ABC):
         self._namespace: Namespace | None = None
         self._loads: dict[str, Load] = {}
         self._invalid_blocks: set[int] = set()
+        self._meter = RootMeter()
         self._layout = canonical_json(setup.planes.layout)
         self._report = StepReport(layouts={setup.rank: (self._layout, setup.payload_bytes)})
 
     def start(self, orders: StepOrders) -> None:
-        """Start the loads of a step."""
+        """Start the loads of a step, and end those that are to be cut."""
         self._bind(orders)
+        self._report.step = orders.step
         for order in orders.loads:
-            self._loads[order.request_id] = self._load(order)
+            load = self._loads[order.request_id] = self._load(order)
+            self._note_asked(load)
+        self._cut_all(orders.cuts)
 
     def save(self, orders: StepOrders) -> None:
         """Take the step's stores out of the KV blocks; nothing is read from a block after this returns, or after what
@@ -112,10 +121,7 @@ class RankWorker(ABC):
             wait_s: Wait up to this long while loads are under way and none has ended.
             ended_requests: Requests that the server gave up; their loads are cut short, and reported like the rest.
         """
-        for request_id in ended_requests:
-            load = self._loads.get(request_id)
-            if load is not None:
-                self._cut(load)
+        self._cut_all(ended_requests)
         self._advance(wait_s if self._loads else 0.0)
         ended = {request_id for request_id, load in self._loads.items() if not load.left}
         for request_id in ended:
@@ -129,7 +135,10 @@ class RankWorker(ABC):
 
     def take_report(self) -> StepReport:
         """What the scheduler's side should know, since the last call."""
-        report, self._report = self._report, StepReport()
+        for request_id, load in self._loads.items():
+            self._note_placed(request_id, load)
+        report, self._report = self._report, StepReport(step=self._report.step)
+        report.delivered = self._meter.take(time.monotonic())
         return report
 
     @abstractmethod
@@ -170,20 +179,63 @@ class RankWorker(ABC):
     def _key(self, chunk: bytes) -> bytes:
         return shard_key(chunk, self._setup.rank)
 
+    def _cut_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.is_cut = True
+                self._cut(load)
+
+    def _note_asked(self, load: Load) -> None:
+        if load.handle is not None:
+            for index in range(len(load.order.chunks)):
+                self._meter.asked(load.handle.root_of(index), load.started)
+
+    def _note_placed(self, request_id: str, load: Load) -> None:
+        num_placed = len(load.order.chunks) - load.left - len(load.failed)
+        if num_placed > load.num_told:
+            placed = self._report.placed
+            placed[request_id] = placed.get(request_id, 0) + num_placed - load.num_told
+            load.num_told = num_placed
+
     def _finish(self, load: Load) -> None:
         counters = self._setup.counters
+        self._note_placed(load.order.request_id, load)
+        if load.failed:
+            self._report.short[load.order.request_id] = min(load.failed)
         for index, outcome in load.failed.items():
             chunk = load.order.chunks[index]
             self._invalid_blocks.update(chunk.block_ids)
-            self._report.failed[chunk.chunk] = max(self._report.failed.get(chunk.chunk, 0), int(outcome))
+            if not (load.is_cut and outcome is Outcome.TIMEOUT):
+                self._report.failed[chunk.chunk] = max(self._report.failed.get(chunk.chunk, 0), int(outcome))
         num_hits = len(load.order.chunks) - len(load.failed)
         page_bytes = self._setup.planes.block_bytes
         num_blocks = sum(len(c.block_ids) for i, c in enumerate(load.order.chunks) if i not in load.failed)
         counters.add("rewarm_kv_loads_total", num_hits, "hit")
         for outcome in load.failed.values():
-            counters.add("rewarm_kv_loads_total", 1, outcome.name.lower())
+            is_cut = load.is_cut and outcome is Outcome.TIMEOUT
+            counters.add("rewarm_kv_loads_total", 1, "cut" if is_cut else outcome.name.lower())
         counters.add("rewarm_kv_load_bytes_total", num_blocks * page_bytes)
         counters.observe("rewarm_kv_load_seconds", time.monotonic() - load.started)
+
+    def _take_results(self, load: Load, *, is_exact: bool) -> list[int]:
+        """Indices of chunks that are delivered since the last call; failed ones are noted in ``load``.
+
+        Args:
+            load: What to look at.
+            is_exact: Whether what ended has ended just now.
+        """
+        delivered = []
+        if load.handle is not None:
+            for index, outcome in load.handle.take():
+                if outcome is Outcome.HIT:
+                    delivered.append(index)
+                else:
+                    load.failed[index] = outcome
+                    load.left -= 1
+                num_bytes = self._setup.payload_bytes if outcome is Outcome.HIT else 0
+                self._meter.ended(load.handle.root_of(index), num_bytes, time.monotonic(), is_exact=is_exact)
+        return delivered
 
     def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool]) -> None:
         counters = self._setup.counters
@@ -210,19 +262,6 @@ class RankWorker(ABC):
     def _note_put_off(self, chunks: Iterable[bytes]) -> None:
         for chunk in chunks:
             self._report.put_off[chunk] = self._report.put_off.get(chunk, 0) + 1
-
-
-def take_results(load: Load) -> list[int]:
-    """Indices of chunks that are delivered since the last call; failed ones are noted in ``load``."""
-    delivered = []
-    if load.handle is not None:
-        for index, outcome in load.handle.take():
-            if outcome is Outcome.HIT:
-                delivered.append(index)
-            else:
-                load.failed[index] = outcome
-                load.left -= 1
-    return delivered
 
 
 class StoreBuffer:
@@ -303,7 +342,7 @@ class HostWorker(RankWorker):
             if oldest.handle is not None:
                 oldest.handle.wait(wait_s)
         for load in self._loads.values():
-            num_delivered = len(take_results(load))  # first: it counts the failed ones off itself
+            num_delivered = len(self._take_results(load, is_exact=wait_s > 0))  # first: it counts failed ones off
             load.left -= num_delivered
         self._reap(self._buffer, 0.0)
 

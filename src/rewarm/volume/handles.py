@@ -47,8 +47,9 @@ Note = Callable[[Sequence[tuple[int, int]]], None]
 class Part:
     """The transfers of a handle that one completion carries."""
 
-    def __init__(self, completion: Completion, indices: Sequence[int], note: Note) -> None:
+    def __init__(self, completion: Completion, indices: Sequence[int], note: Note, root: int = 0) -> None:
         self.completion = completion
+        self.root = root
         self.indices = indices
         self.note = note
 
@@ -122,6 +123,14 @@ class LoadHandle(_Handle):
         for index in refused:
             self._results[index] = errno.EIO
         self._taken += refused
+        self._roots = [-1] * count
+        for part in parts:
+            for index in part.indices:
+                self._roots[index] = part.root
+
+    def root_of(self, index: int) -> int:
+        """Number of the root that a record is read from; -1: none was asked."""
+        return self._roots[index]
 
     def take(self) -> list[tuple[int, Outcome]]:
         """(index, outcome) of records that ended since the last take, in the order in which they ended."""

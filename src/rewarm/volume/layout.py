@@ -97,6 +97,7 @@ class RootPaths:
         self.order = os.path.join(self.state, "order")
         self.sessions = os.path.join(self.state, "sessions")
         self.quarantine = os.path.join(self.state, "quarantine")
+        self.policy = os.path.join(self.state, "policy")
 
     def sync_mark(self, host: str) -> str:
         """The mark of what one host has surely written."""

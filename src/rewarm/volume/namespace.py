@@ -120,7 +120,7 @@ class Namespace:
                 note = self._load_note(number, targets)
                 for some in _first_few_first(positions):
                     completion = self._volume.engine.submit(self._reads(number, targets, some), deadline_s=deadline_s)
-                    parts.append(Part(completion, some, note))
+                    parts.append(Part(completion, some, note, number))
         except BaseException:
             for part in parts:
                 part.completion.cancel()  # the targets are the caller's again

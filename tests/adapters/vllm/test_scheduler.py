@@ -14,6 +14,9 @@ import mini_server
 from mini_server import BLOCK_TOKENS, CHUNK_TOKENS, MiniServer
 
 from rewarm.kv import presence
+from rewarm.kv.choose import LoadPolicy
+from rewarm.kv.decision_log import log_files, read_log
+from rewarm.metrics import DECISION_REASONS
 from rewarm.volume import create_volume
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -290,3 +293,88 @@ def test_a_spent_store_budget_leaves_stores_out_and_answers_as_before(place: Pla
     assert place.records() == NUM_CHUNKS
     assert counted(server, "rewarm_kv_stores_total", "skipped") >= NUM_CHUNKS
     assert cold(server, prompt(1), prompt(2))[0] == NUM_CHUNKS * CHUNK_BLOCKS
+
+
+def test_auto_serves_right_blocks_and_tells_why(place: Place) -> None:
+    server = place.server(policy="auto")
+    place.fill(server, [prompt(1), prompt(2), prompt(3)])
+    for _ in range(4):
+        cold(server, prompt(1), prompt(2), prompt(3))
+    pilot = server.scheduler.connector._scheduler._pilot
+    assert pilot.costs.pace() is not None
+    assert pilot.is_asking, "it was not switched off by an error"
+    reasons = {name: counted(server, "rewarm_kv_decisions_total", name) for name in DECISION_REASONS}
+    assert reasons["not_stored"] == 3
+    assert reasons["unmeasured"] >= 1
+    asked = sum(count for name, count in reasons.items() if name not in ("hold", "cut"))
+    assert asked >= 3 + 4 * 3 - reasons["cut"]
+    assert not pilot._policy._active
+    assert not pilot._policy._waiting
+    server.close()
+    place.servers.remove(server)
+    (log,) = log_files(str(place.root / ".rewarm" / "policy"))
+    decisions = [line for line in read_log(log) if "request_id" in line]
+    assert len(decisions) >= asked - 3
+    assert all(line["actual_s"] > 0 for line in decisions)
+    again = place.server(policy="auto")
+    again.run([prompt(9)])
+    assert again.scheduler.connector._scheduler._pilot.costs.pace() is not None, "the next start knows the rates"
+
+
+def test_a_load_that_is_cut_is_computed_and_its_chunks_are_no_worse_for_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = place.server(policy="auto")
+    place.fill(server, [prompt(1), prompt(2)])
+    cut: set[str] = set()
+
+    def cut_each_once(policy: LoadPolicy) -> list[str]:
+        new = [name for name, ask in policy._active.items() if ask.is_loading and name not in cut]
+        for name in new:
+            policy._active[name].was_cut = True
+        cut.update(new)
+        return new
+
+    monkeypatch.setattr(LoadPolicy, "to_cut", cut_each_once)
+    server.forget_device_cache()
+    served = server.run([prompt(1), prompt(2)])
+    assert cut
+    assert not any(one.wrong_blocks for one in served)
+    loads = [counted(server, "rewarm_kv_loads_total", name) for name in ("hit", "cut")]
+    assert sum(loads) == NUM_CHUNKS * len(cut)
+    assert counted(server, "rewarm_kv_loads_total", "timeout") == 0
+    monkeypatch.setattr(LoadPolicy, "to_cut", lambda _policy: [])
+    assert cold(place.server(), prompt(1), prompt(2)) == [NUM_CHUNKS * CHUNK_BLOCKS] * 2
+    assert server.scheduler.connector._scheduler._directory._cooling == {}
+
+
+def test_steps_that_compute_a_prompt_are_told_to_the_policy(place: Place) -> None:
+    server = place.server(policy="auto")
+    server.add(prompt(1), output_tokens=5)
+    seen: list[list[tuple[str, int, int]]] = []
+    pilot = server.scheduler.connector._scheduler
+    server.drain(lambda: pilot._pilot is not None, "the layouts of all ranks")
+    policy = pilot._pilot._policy
+    begun = policy.step_begun
+    policy.step_begun = lambda step, parts: (seen.append(list(parts)), begun(step, parts))
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    computed = [part for parts in seen for part in parts]
+    assert [(begin, end) for _, begin, end in computed] == [(0, PROMPT_TOKENS)]
+    assert not policy._steps or len(policy._steps) <= 2
+
+
+def test_a_prefix_that_is_known_before_it_is_asked_for_counts_for_the_others(place: Place) -> None:
+    server = place.server(policy="auto")
+    place.fill(server, [prompt(1), prompt(2)])
+    server.forget_device_cache()
+    for number in (1, 2):
+        server.scheduler.connector.on_new_request(server.make_request(prompt(number), f"early{number}"))
+    waiting = server.scheduler.connector._scheduler._pilot._policy._waiting
+    assert [ask.hit.num_chunks for ask in waiting.values()] == [NUM_CHUNKS] * 2
+
+
+def test_a_policy_that_fails_costs_no_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = place.server(policy="auto")
+    place.fill(server, [prompt(1)])
+    monkeypatch.setattr(LoadPolicy, "decide", lambda _policy, _hit: 1 / 0)
+    assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rewarm.errors import UsageError
-from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, StepReport, choose_chunk_tokens
+from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, Delivery, StepReport, choose_chunk_tokens
 from rewarm.kv.keys import chunk_id, shard_key
-from rewarm.kv.policy import PrefixHit, load_policy
 from rewarm.units import MIB
 from rewarm.volume import Outcome
 
@@ -47,8 +46,17 @@ def test_reports_of_ranks_add_up_and_the_worst_outcome_counts() -> None:
     assert first.stored == {b"x": 2}
     assert first.put_off == {b"y": 1}
     assert first.failed == {b"f": Outcome.IO_ERROR}
-    assert first
-    assert not StepReport()
+
+
+def test_progress_of_ranks_adds_up_and_the_shortest_prefix_counts() -> None:
+    first = StepReport(step=3, placed={"a": 2}, short={"a": 5}, delivered={0: Delivery(10, 0.5)})
+    second = StepReport(step=3, placed={"a": 1, "b": 1}, short={"a": 4, "b": 0})
+    second.delivered = {0: Delivery(20, 0.25, ran_dry=True), 1: Delivery(1, 1.0)}
+    first.add(second)
+    assert (first.step, first.num_ranks) == (3, 2)
+    assert first.placed == {"a": 3, "b": 1}
+    assert first.short == {"a": 4, "b": 0}
+    assert first.delivered == {0: Delivery(30, 0.75, ran_dry=True), 1: Delivery(1, 1.0)}
 
 
 def test_keys_tell_hashes_salts_and_ranks_apart_and_are_the_same_everywhere() -> None:
@@ -68,11 +76,3 @@ def test_keys_tell_hashes_salts_and_ranks_apart_and_are_the_same_everywhere() ->
     chunk = chunk_id(b"block", b"salt")
     assert chunk.hex() == "afe7e60757a52d272e80d26adca1d1b3c443986227b60c01beb6b4fb2c43da46"
     assert shard_key(chunk, 3).hex() == "665cf123a240742a3667848afb78ab5495405468da9e3f6e56fbe5da733a0db7"
-
-
-def test_policies_load_all_or_nothing_and_others_are_refused() -> None:
-    hit = PrefixHit(num_request_tokens=1000, num_resident_tokens=128, num_stored_tokens=512, load_bytes=1)
-    assert load_policy("always_load")(hit) == 512
-    assert load_policy("never")(hit) == 0
-    with pytest.raises(UsageError, match="no load policy"):
-        load_policy("sometimes")

@@ -78,6 +78,10 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Scheduler's side.
 
+    def on_new_request(self, request: Request) -> None:
+        """See vLLM's base class; from 0.23 on."""
+        _side(self._scheduler).on_new_request(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See vLLM's base class."""
         return _side(self._scheduler).get_num_new_matched_tokens(request, num_computed_tokens)
@@ -147,10 +151,9 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See vLLM's base class."""
         return _side(self._rank).worker.take_invalid_blocks()
 
-    def build_connector_worker_meta(self) -> ReportMetadata | None:
+    def build_connector_worker_meta(self) -> ReportMetadata:
         """See vLLM's base class."""
-        report = _side(self._rank).worker.take_report()
-        return ReportMetadata(report) if report else None
+        return ReportMetadata(_side(self._rank).worker.take_report())
 
     def _step_orders(self) -> StepOrders:
         meta = self._get_connector_metadata()
@@ -170,6 +173,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._rank.close()
             self._rank = None
         if self._scheduler is not None:
+            self._scheduler.close()
             self._volume.close()
             self._engine.close()
             self._scheduler = None

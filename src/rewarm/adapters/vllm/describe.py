@@ -181,6 +181,16 @@ def holder_ranks(config: VllmConfig) -> list[int]:
     return sorted({holder_rank(config, rank) for rank in range(int(config.parallel_config.world_size))})
 
 
+def step_tokens(config: VllmConfig) -> int:
+    """Tokens that one step computes at most."""
+    return int(config.scheduler_config.max_num_batched_tokens)
+
+
+def prefill_limit(config: VllmConfig) -> int:
+    """Of them, what one prompt may take; 0: all."""
+    return int(getattr(config.scheduler_config, "long_prefill_token_threshold", 0) or 0)
+
+
 def chunk_tokens(config: VllmConfig, kv_cache_config: KVCacheConfig, asked_tokens: int) -> int:
     """Tokens a chunk: the same number on every rank and on the scheduler's side.
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rewarm.adapters.vllm import describe
 from rewarm.errors import AdapterError, RewarmError
 from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StepReport, StoreOrder
+from rewarm.kv.decision_log import DecisionLog
 from rewarm.kv.fingerprint import run_nonce
 from rewarm.kv.identity import with_layout
 from rewarm.kv.keys import chunk_id
-from rewarm.kv.policy import PrefixHit, load_policy
+from rewarm.kv.pilot import Pilot
+from rewarm.kv.policy import Part, PrefixHit
 from rewarm.kv.presence import ChunkPresence, PrefixLookup, Shard
+from rewarm.volume.recovery import host_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +53,10 @@ class SchedulerSetup:
     chunk_tokens: int
     hash_tokens: int
     """Tokens that one entry of Request.block_hashes stands for."""
+    step_tokens: int
+    """Tokens that the server computes in one step at most."""
+    prefill_limit: int
+    """Of them, what one prompt may take; 0: all."""
     shares_blocks: bool
     """Whether the server finds a finished load of one request for the next (its own prefix caching)."""
     lora_salt: Callable[[str], bytes] = describe.lora_salt
@@ -80,6 +87,8 @@ def scheduler_setup(
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
+        step_tokens=describe.step_tokens(config),
+        prefill_limit=describe.prefill_limit(config),
         shares_blocks=bool(config.cache_config.enable_prefix_caching),
     )
     return setup, notes
@@ -102,9 +111,25 @@ class _Tracked:
     """The first chunk whose store failed. None behind it is stored: a lookup ends there, and whoever computes this
     context again stores all of it."""
     lookup: PrefixLookup | None = None
-    num_resident_tokens: int = 0
+    hit: PrefixHit | None = None
+    """What the last lookup found; None: there was none since the request was taken on."""
     is_noted: bool = False
     """Whether the chunks that it needed were noted as used."""
+    is_prefill: bool = True
+    """Prompt tokens are still computed, or come first again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A load that is under way."""
+
+    chunks: frozenset[bytes]
+    first: int
+    """Index of the first of its chunks."""
+    begin: int
+    """Tokens before it."""
+    end: int
+    """Tokens with it."""
 
 
 class SchedulerSide:
@@ -112,15 +137,19 @@ class SchedulerSide:
 
     def __init__(self, setup: SchedulerSetup) -> None:
         self._setup = setup
-        self._policy = load_policy(setup.kv.policy)
         self._chunk_blocks = setup.chunk_tokens // setup.block_tokens
         self._layouts: dict[int, tuple[str, int]] = {}
         self._directory: ChunkPresence | None = None
+        self._pilot: Pilot | None = None
+        """There when the directory is."""
         self._chunk_bytes = 0
         self._is_off = False
         """The volume failed before the first request; all is computed."""
         self._tracked: dict[str, _Tracked] = {}
-        self._loading: dict[str, set[bytes]] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._short: dict[str, int] = {}
+        """Request whose load ended early on some rank -> the first of its chunks that is not in place."""
+        self._step = 0
         self._stores: dict[bytes, tuple[str, int]] = {}
         self._orders = StepOrders()
         self._lora_salts: dict[tuple[str, str], bytes] = {}
@@ -131,7 +160,7 @@ class SchedulerSide:
         tracked = self._track(request)
         if not tracked.is_served or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        if self._directory is None:
+        if self._directory is None or self._pilot is None:
             return (0, False) if self._is_off else (None, False)
         first = num_computed_tokens // self._setup.chunk_tokens
         lookup = tracked.lookup
@@ -140,25 +169,46 @@ class SchedulerSide:
         end = lookup.end()
         if end is None:
             return None, False
-        tracked.num_resident_tokens = num_computed_tokens
-        num_stored_tokens = max(0, end * self._setup.chunk_tokens - num_computed_tokens)
-        if not num_stored_tokens:
+        hit = tracked.hit = self._hit(tracked, lookup.chunks, num_computed_tokens, end)
+        if not hit.num_chunks:
             return 0, False
-        load_bytes = (end - first) * self._chunk_bytes
-        num_tokens = self._policy(PrefixHit(request.num_tokens, num_computed_tokens, num_stored_tokens, load_bytes))
-        if num_tokens and self._setup.shares_blocks and self._is_loading(lookup.chunks[first]):
+        if self._setup.kv.policy != "never" and self._setup.shares_blocks and self._is_loading(lookup.chunks[first]):
             return None, False  # another request loads this prefix: its blocks will serve this one too
-        return num_tokens, num_tokens > 0
+        num_tokens = self._pilot.decide(hit)
+        return num_tokens, bool(num_tokens)
+
+    def on_new_request(self, request: Request) -> None:
+        """Tell the policy what of a request is stored before the server asks, as far as the index knows."""
+        if self._directory is None or self._pilot is None or not self._pilot.is_asking:
+            return
+        tracked = self._track(request)
+        if tracked.is_served and not getattr(request, "skip_reading_prefix_cache", False):
+            chunks = self._chunk_ids(tracked)
+            self._pilot.learn(self._hit(tracked, chunks, 0, self._directory.count_present(chunks, 0)))
+
+    def _hit(self, tracked: _Tracked, chunks: Sequence[bytes], num_resident_tokens: int, end: int) -> PrefixHit:
+        first = num_resident_tokens // self._setup.chunk_tokens
+        num_stored_tokens = max(0, end * self._setup.chunk_tokens - num_resident_tokens)
+        prefix = chunks[first] if num_stored_tokens and self._setup.shares_blocks else b""
+        num_chunks = end - first if num_stored_tokens else 0
+        request = tracked.request
+        return PrefixHit(
+            request.request_id, request.num_tokens, num_resident_tokens, num_stored_tokens, num_chunks, prefix
+        )
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Order the load of ``num_external_tokens`` after those that were computed at the last lookup."""
         tracked = self._track(request)
         lookup, tracked.lookup = tracked.lookup, None
-        begin, chunk_tokens = tracked.num_resident_tokens, self._setup.chunk_tokens
-        if lookup is not None:
+        hit, tracked.hit = tracked.hit, None
+        chunk_tokens = self._setup.chunk_tokens
+        begin = hit.num_resident_tokens if hit is not None else 0
+        if hit is not None and self._pilot is not None:
             counters = self._setup.counters
             counters.add("rewarm_kv_lookup_tokens_total", max(0, request.num_tokens - begin))
             counters.add("rewarm_kv_hit_tokens_total", num_external_tokens)
+            tracked.is_prefill = True
+            self._pilot.ordered(hit, num_external_tokens)
         if not num_external_tokens:
             return
         end = begin + num_external_tokens
@@ -172,16 +222,19 @@ class SchedulerSide:
             skip_blocks = first_block - index * self._chunk_blocks
             loads.append(ChunkLoad(lookup.chunks[index], array("q", ids), skip_blocks))
         self._orders.loads.append(LoadOrder(request.request_id, loads))
-        self._loading[request.request_id] = {load.chunk for load in loads}
+        chunks = frozenset(load.chunk for load in loads)
+        self._loading[request.request_id] = _Loading(chunks, begin // chunk_tokens, begin, end)
         self._note_use(tracked, end // chunk_tokens)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
         """The orders of this step."""
+        parts: list[Part] = []
         for new in output.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.block_ids = list(new.block_ids[0])
                 self._order_stores(tracked, new.num_computed_tokens, output)
+                self._note_part(parts, tracked, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             tracked = self._tracked.get(request_id)
@@ -189,28 +242,49 @@ class SchedulerSide:
                 continue
             if request_id in cached.resumed_req_ids:
                 tracked.block_ids.clear()
+                tracked.is_prefill = True
             new_ids = cached.new_block_ids[index]
             if new_ids:
                 tracked.block_ids.extend(new_ids[0])
             self._order_stores(tracked, cached.num_computed_tokens[index], output)
+            if tracked.is_prefill:
+                self._note_part(parts, tracked, cached.num_computed_tokens[index], output)
         orders, self._orders = self._orders, StepOrders()
         orders.idle = output.total_num_scheduled_tokens == 0
+        self._step += 1
+        orders.step = self._step
+        if self._pilot is not None:
+            orders.cuts = self._pilot.begin_step(self._step, parts)
         if self._directory is None:
             orders.identity = self._setup.identity
         return orders
 
+    @staticmethod
+    def _note_part(parts: list[Part], tracked: _Tracked, num_computed_tokens: int, output: SchedulerOutput) -> None:
+        request = tracked.request
+        end = num_computed_tokens + output.num_scheduled_tokens[request.request_id]
+        parts.append((request.request_id, num_computed_tokens, end))
+        tracked.is_prefill = end < request.num_tokens
+
     def update_connector_output(self, report: StepReport | None, finished_recving: Iterable[str]) -> None:
         """Learn what the ranks did."""
-        for request_id in finished_recving:
-            self._loading.pop(request_id, None)
+        if report is not None:
+            for request_id, index in report.short.items():
+                self._short[request_id] = min(index, self._short.get(request_id, index))
+        ended = {request_id: self._end_load(request_id) for request_id in finished_recving}
         if report is None:
             return
+        if self._pilot is not None:
+            self._pilot.end_step(report, ended)
         if report.layouts and self._directory is None:
             self._layouts.update(report.layouts)
             if all(rank in self._layouts for rank in self._setup.holders):
                 self._open_directory()
         if self._directory is not None:
             self._directory.take(report)
+        self._settle_stores(report)
+
+    def _settle_stores(self, report: StepReport) -> None:
         for chunk in report.put_off:
             request_id, index = self._stores.pop(chunk, ("", 0))
             tracked = self._tracked.get(request_id)
@@ -227,9 +301,21 @@ class SchedulerSide:
             if self._directory is None or not self._directory.is_storing(chunk):  # else other ranks are still at it
                 self._stores.pop(chunk, None)
 
+    def _end_load(self, request_id: str) -> int:
+        """Tokens from the start of the prompt that are there now."""
+        loading = self._loading.pop(request_id, None)
+        short = self._short.pop(request_id, None)
+        if loading is None:
+            return 0
+        if short is None:
+            return loading.end
+        return max(loading.begin, (loading.first + short) * self._setup.chunk_tokens) if short else loading.begin
+
     def request_finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once: stores were taken out of them in their own step."""
         tracked = self._tracked.pop(request.request_id, None)
+        if self._pilot is not None:
+            self._pilot.forget(request.request_id)
         if tracked is not None and tracked.put_off:
             self._count_skipped(len(tracked.put_off))
 
@@ -237,7 +323,7 @@ class SchedulerSide:
         """From now on nothing that was stored before is served by this server; others still find it."""
         self._reset_salt = run_nonce().encode()
         for tracked in self._tracked.values():
-            tracked.lookup = None
+            tracked.lookup = tracked.hit = None
             tracked.salt = self._salt(tracked.request)
         return True
 
@@ -255,6 +341,30 @@ class SchedulerSide:
             shards.append(Shard(namespace, rank))
             self._chunk_bytes += payload_bytes
         self._directory = ChunkPresence(shards, store=self._setup.kv.store)
+        self._pilot = self._make_pilot(namespace.id)
+
+    def _make_pilot(self, namespace_id: bytes) -> Pilot:
+        setup = self._setup
+        roots = setup.volume.roots
+        log = None
+        if not setup.kv.read_only:
+            log = DecisionLog(roots[0].paths.policy, f"{host_name()}-{namespace_id.hex()[:16]}")
+        return Pilot(
+            setup.kv.policy,
+            counters=setup.counters,
+            shares=[root.file.capacity_bytes / setup.volume.capacity_bytes for root in roots],
+            chunk_tokens=setup.chunk_tokens,
+            chunk_bytes=self._chunk_bytes,
+            step_tokens=setup.step_tokens,
+            prefill_limit=setup.prefill_limit,
+            log=log,
+            num_holders=len(setup.holders),
+        )
+
+    def close(self) -> None:
+        """Keep what the policy learned."""
+        if self._pilot is not None:
+            self._pilot.close()
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -285,7 +395,7 @@ class SchedulerSide:
         return len(tracked.request.block_hashes) * self._setup.hash_tokens // self._setup.chunk_tokens
 
     def _is_loading(self, chunk: bytes) -> bool:
-        return any(chunk in chunks for chunks in self._loading.values())
+        return any(chunk in loading.chunks for loading in self._loading.values())
 
     def _order_stores(self, tracked: _Tracked, num_computed_tokens: int, output: SchedulerOutput) -> None:
         """Order the chunks that are computed by the end of this step; tokens that may yet be rejected have no hash."""

@@ -1,0 +1,62 @@
+"""Seconds of loading and of computing a prompt, from what was learned of a server's storage and its prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rewarm.kv.policy import PrefixHit
+from rewarm.kv.rates import PrefillModel, StorageRates
+
+LOAD_OVERHEAD_S = 0.01
+"""What a load costs besides its bytes: orders, the last copy, the step in which its end is seen; as seen on an H200."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Costs:
+    """The measures of one server, and what follows from them."""
+
+    storage: StorageRates
+    prefill: PrefillModel
+    chunk_tokens: int
+    chunk_bytes: int
+    """Of all ranks together."""
+    step_tokens: int
+    """Tokens that the server computes in one step at most."""
+
+    def pace(self) -> float | None:
+        """Seconds a byte of long loads; None: too little is known to predict anything."""
+        return self.storage.seconds_a_byte() if self.prefill.is_known else None
+
+    def load_s(self, num_chunks: int) -> float:
+        """To load so many chunks when nothing else is being loaded."""
+        return LOAD_OVERHEAD_S + self.storage.seconds(num_chunks, self.chunk_bytes)
+
+    def compute_s(self, begin: int, end: int) -> float:
+        """To compute the tokens [begin, end) of a prompt, with what the steps cost for themselves; its last token is
+        computed in any case.
+        """
+        begin = min(begin, end - 1)
+        base = self.prefill.coefficients[0]
+        return self.prefill.seconds(begin, end) + base * max(1.0, (end - begin) / self.step_tokens)
+
+    def rest_s(self, hit: PrefixHit, num_chunks: int) -> float:
+        """To compute what is left of a prompt when so many of its stored chunks were loaded."""
+        return self.compute_s(hit.num_resident_tokens + self.tokens_of(hit, num_chunks), hit.num_request_tokens)
+
+    def split(self, hit: PrefixHit, seconds: float) -> tuple[float, float, float]:
+        """(share, seconds of loading, seconds of computing) of the longest part that loads in ``seconds``."""
+        chunk_s = self.storage.seconds(hit.num_chunks, self.chunk_bytes) / hit.num_chunks
+        num_chunks = int((seconds - LOAD_OVERHEAD_S) / chunk_s) if chunk_s > 0 else hit.num_chunks
+        if num_chunks <= 0:
+            return 0.0, 0.0, 0.0
+        num_chunks = min(num_chunks, hit.num_chunks)
+        load_s = self.load_s(num_chunks) - LOAD_OVERHEAD_S
+        return num_chunks / hit.num_chunks, load_s, self.rest_s(hit, num_chunks)
+
+    def tokens_of(self, hit: PrefixHit, num_chunks: int) -> int:
+        """Tokens that the first ``num_chunks`` chunks of a hit bring; the first chunk may be resident in part."""
+        return hit.num_stored_tokens - (hit.num_chunks - num_chunks) * self.chunk_tokens if num_chunks else 0
+
+    def chunks_of(self, hit: PrefixHit, num_tokens: int) -> int:
+        """The reverse."""
+        return hit.num_chunks - (hit.num_stored_tokens - num_tokens) // self.chunk_tokens if num_tokens else 0

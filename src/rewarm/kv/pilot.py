@@ -1,0 +1,174 @@
+"""The policy beside a server: it counts, keeps a log, remembers rates for the next start, and never throws.
+
+A policy that fails is switched off with one line in the server's log; what is stored is loaded from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rewarm.kv.choose import LoadPolicy
+from rewarm.kv.costs import Costs
+from rewarm.kv.decision_log import SCHEMA, DecisionLog
+from rewarm.kv.policy import Part, PrefixHit
+from rewarm.kv.rates import rates_from_json, rates_to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rewarm.kv.chunks import StepReport
+    from rewarm.metrics import Counters
+
+logger = logging.getLogger("vllm.rewarm")
+
+KEEP_RATES_EVERY_S = 30.0
+
+T = TypeVar("T")
+
+
+class Pilot:
+    """Called in the server's thread only; every method takes microseconds."""
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        counters: Counters,
+        shares: Sequence[float],
+        chunk_tokens: int,
+        chunk_bytes: int,
+        step_tokens: int,
+        prefill_limit: int = 0,
+        log: DecisionLog | None = None,
+        num_holders: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            policy: ``auto``, ``always_load`` or ``never``.
+            counters: Where decisions are counted.
+            shares: Part of all chunks on each root.
+            chunk_tokens: Tokens a chunk.
+            chunk_bytes: Bytes a chunk, of all ranks that store a part of it.
+            step_tokens: Tokens that the server computes in one step at most.
+            prefill_limit: Of them, what one prompt may take; 0: all.
+            log: Where decisions and rates are kept; None: nowhere. Closed with this.
+            num_holders: Ranks that store a part of each chunk; where others load the same bytes they count once.
+            clock: Seconds, never backwards.
+        """
+        self._counters = counters
+        self._log = log
+        self._num_holders = num_holders
+        self._clock = clock
+        storage, prefill = rates_from_json(shares, log.read_rates() if log else {})
+        self.costs = Costs(
+            storage=storage,
+            prefill=prefill,
+            chunk_tokens=chunk_tokens,
+            chunk_bytes=chunk_bytes,
+            step_tokens=step_tokens,
+        )
+        self._policy = LoadPolicy(policy, self.costs, prefill_limit=prefill_limit, clock=clock)
+        self._is_off = False
+        self._rates_kept_at = clock()
+        self._add_line(
+            {
+                "schema": SCHEMA,
+                "policy": policy,
+                "chunk_tokens": chunk_tokens,
+                "chunk_bytes": chunk_bytes,
+                "step_tokens": step_tokens,
+                "prefill_limit": prefill_limit,
+                "shares": list(shares),
+                **rates_to_json(storage, prefill),
+            }
+        )
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether it wants to know of requests before the server asks about them."""
+        return self._policy.name == "auto" and not self._is_off
+
+    def learn(self, hit: PrefixHit) -> None:
+        """A request that waits, and what of it is stored."""
+        self._guard(lambda: self._policy.learn(hit), None)
+
+    def decide(self, hit: PrefixHit) -> int | None:
+        """As LoadPolicy.decide()."""
+        otherwise: int | None = 0 if self._policy.name == "never" else hit.num_stored_tokens
+        return self._guard(lambda: self._policy.decide(hit), otherwise)
+
+    def ordered(self, hit: PrefixHit, num_tokens: int) -> None:
+        """As LoadPolicy.ordered()."""
+        self._guard(lambda: self._policy.ordered(hit, num_tokens), None)
+
+    def begin_step(self, step: int, parts: Sequence[Part]) -> list[str]:
+        """A step is given out with these prompt tokens; returns the requests whose load is to be cut in it."""
+        return self._guard(lambda: self._begin_step(step, parts), [])
+
+    def end_step(self, report: StepReport, ended: Mapping[str, int]) -> None:
+        """A step's report is here.
+
+        Args:
+            report: Of all ranks together.
+            ended: Requests whose load is over -> tokens from the start of the prompt that are there.
+        """
+        self._guard(lambda: self._end_step(report, ended), None)
+
+    def forget(self, request_id: str) -> None:
+        """As LoadPolicy.forget()."""
+        self._guard(lambda: self._policy.forget(request_id), None)
+
+    def close(self) -> None:
+        """Keep the rates, and close the log."""
+        if self._log is not None:
+            self._guard(self._keep_rates, None)
+            self._log.close()
+
+    def _begin_step(self, step: int, parts: Sequence[Part]) -> list[str]:
+        cuts = self._policy.to_cut()
+        self._policy.step_begun(step, parts)
+        for reason, _ in self._policy.made:
+            self._counters.add("rewarm_kv_decisions_total", 1, reason.value)
+        self._policy.made.clear()
+        return cuts
+
+    def _end_step(self, report: StepReport, ended: Mapping[str, int]) -> None:
+        for root, delivery in report.delivered.items():
+            num_bytes = delivery.num_bytes * self._num_holders / report.num_ranks
+            self._policy.moved(root, num_bytes, delivery.busy_s / report.num_ranks, ran_dry=delivery.ran_dry)
+        for request_id, num_parts in report.placed.items():
+            self._policy.loaded(request_id, num_parts / report.num_ranks)
+        for request_id, num_good_tokens in ended.items():
+            self._policy.load_ended(request_id, num_good_tokens)
+        self._policy.step_ended(report.step)
+        for decision in self._policy.ended:
+            self._add_line(decision.to_json())
+        self._policy.ended.clear()
+        if self._clock() - self._rates_kept_at > KEEP_RATES_EVERY_S:
+            self._keep_rates()
+
+    def _keep_rates(self) -> None:
+        self._rates_kept_at = self._clock()
+        rates = rates_to_json(self.costs.storage, self.costs.prefill)
+        if self._log is not None and (rates["prefill_s"] or any(rates["root_bytes_a_s"])):
+            self._log.keep_rates(rates)
+            self._add_line({"at": round(self._clock(), 6), **rates})
+
+    def _add_line(self, line: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.add({"time": round(time.time(), 3), **line})
+
+    def _guard(self, call: Callable[[], T], otherwise: T) -> T:
+        if self._is_off:
+            return otherwise
+        try:
+            return call()
+        except Exception:
+            # An exception here would end the server; a decision is worth less than that.
+            self._is_off = True
+            logger.exception("Rewarm: the load policy failed and is off: what is stored is loaded")
+            return otherwise
