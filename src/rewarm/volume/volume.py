@@ -313,7 +313,7 @@ def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
         session = None if read_only else _begin_session(paths)
     except OSError as error:
         refused = write_error(path, error)
-        refused.hint += "; or open it read-only" if refused.hint else ""
+        refused.hint += "; a server can open it read-only" if refused.hint else ""
         raise refused from error
     return Root(paths, file, session, UsageFile(paths.usage), WearFile(paths.wear), identity=identity)
 
