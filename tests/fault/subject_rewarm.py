@@ -58,7 +58,7 @@ class Server:
         self.scheduler = self.mini.scheduler.connector
         self.counters = self.mini.worker._counters
         # What a case expects must not hang on how soon the scan of this life has ended.
-        self.mini.drain(lambda: self.scheduler._scheduler._directory is not None, "the rank's layout")
+        self.mini.drain(lambda: self.scheduler._scheduler._presence is not None, "the rank's layout")
         assert self.scheduler._volume.wait_scanned(WAIT_S)
 
     def serve(self, prompt: list[int]) -> Served:
@@ -164,8 +164,8 @@ class RewarmSubject(VolumeSubject):
         return Record(path(index, mine=True), self.layout, path(sibling, mine=True), path(index, mine=False))
 
     def _is_mine(self, path: Path) -> bool:
-        directory = self.server.scheduler._scheduler._directory
-        return bool(directory._shards[0].namespace.id.hex() == path.parts[-3])
+        presence = self.server.scheduler._scheduler._presence
+        return bool(presence._shards[0].namespace.id.hex() == path.parts[-3])
 
     def job(self, name: str, prompt: list[int]) -> tuple[Job, tuple[Any, ...]]:
         """What a child does until it is killed."""

@@ -57,7 +57,7 @@ class Place:
 
     def settle(self, server: MiniServer) -> None:
         """Until the scheduler's side knows the end of every store."""
-        storing = server.scheduler.connector._scheduler._directory._storing
+        storing = server.scheduler.connector._scheduler._presence._storing
         server.drain(lambda: not storing, "stores under way")
 
 
@@ -262,7 +262,7 @@ def test_a_use_counts_for_the_chunks_that_the_server_itself_had(place: Place, mo
     place.fill(server, [prompt(1)])
     side = server.scheduler.connector._scheduler
     touched: list[list[bytes]] = []
-    monkeypatch.setattr(side._directory, "touch", lambda chunks: touched.append(list(chunks)))
+    monkeypatch.setattr(side._presence, "touch", lambda chunks: touched.append(list(chunks)))
     server.run([prompt(1)])
     assert touched == [], "neither loaded nor stored"
     server.forget_device_cache()
@@ -345,7 +345,7 @@ def test_a_load_that_is_cut_is_computed_and_its_chunks_are_no_worse_for_it(
     assert counted(server, "rewarm_kv_loads_total", "timeout") == 0
     monkeypatch.setattr(LoadPolicy, "to_cut", lambda _policy: [])
     assert cold(place.server(), prompt(1), prompt(2)) == [NUM_CHUNKS * CHUNK_BLOCKS] * 2
-    assert server.scheduler.connector._scheduler._directory._cooling == {}
+    assert server.scheduler.connector._scheduler._presence._cooling == {}
 
 
 def test_steps_that_compute_a_prompt_are_told_to_the_policy(place: Place) -> None:

@@ -139,9 +139,9 @@ class SchedulerSide:
         self._setup = setup
         self._chunk_blocks = setup.chunk_tokens // setup.block_tokens
         self._layouts: dict[int, tuple[str, int]] = {}
-        self._directory: ChunkPresence | None = None
+        self._presence: ChunkPresence | None = None
         self._pilot: Pilot | None = None
-        """There when the directory is."""
+        """There when the presence is known."""
         self._chunk_bytes = 0
         self._is_off = False
         """The volume failed before the first request; all is computed."""
@@ -160,12 +160,12 @@ class SchedulerSide:
         tracked = self._track(request)
         if not tracked.is_served or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        if self._directory is None or self._pilot is None:
+        if self._presence is None or self._pilot is None:
             return (0, False) if self._is_off else (None, False)
         first = num_computed_tokens // self._setup.chunk_tokens
         lookup = tracked.lookup
         if lookup is None or lookup.first > first:
-            lookup = tracked.lookup = self._directory.look_up(self._chunk_ids(tracked), first)
+            lookup = tracked.lookup = self._presence.look_up(self._chunk_ids(tracked), first)
         end = lookup.end()
         if end is None:
             return None, False
@@ -179,12 +179,12 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Tell the policy what of a request is stored before the server asks, as far as the index knows."""
-        if self._directory is None or self._pilot is None or not self._pilot.is_asking:
+        if self._presence is None or self._pilot is None or not self._pilot.is_asking:
             return
         tracked = self._track(request)
         if tracked.is_served and not getattr(request, "skip_reading_prefix_cache", False):
             chunks = self._chunk_ids(tracked)
-            self._pilot.learn(self._hit(tracked, chunks, 0, self._directory.count_present(chunks, 0)))
+            self._pilot.learn(self._hit(tracked, chunks, 0, self._presence.count_present(chunks, 0)))
 
     def _hit(self, tracked: _Tracked, chunks: Sequence[bytes], num_resident_tokens: int, end: int) -> PrefixHit:
         first = num_resident_tokens // self._setup.chunk_tokens
@@ -255,7 +255,7 @@ class SchedulerSide:
         orders.step = self._step
         if self._pilot is not None:
             orders.cuts = self._pilot.begin_step(self._step, parts)
-        if self._directory is None:
+        if self._presence is None:
             orders.identity = self._setup.identity
         return orders
 
@@ -276,12 +276,12 @@ class SchedulerSide:
             return
         if self._pilot is not None:
             self._pilot.end_step(report, ended)
-        if report.layouts and self._directory is None:
+        if report.layouts and self._presence is None:
             self._layouts.update(report.layouts)
             if all(rank in self._layouts for rank in self._setup.holders):
-                self._open_directory()
-        if self._directory is not None:
-            self._directory.take(report)
+                self._open_presence()
+        if self._presence is not None:
+            self._presence.take(report)
         self._settle_stores(report)
 
     def _settle_stores(self, report: StepReport) -> None:
@@ -298,7 +298,7 @@ class SchedulerSide:
             if tracked is not None:
                 tracked.first_failed = min(tracked.first_failed, index)
         for chunk in report.stored:
-            if self._directory is None or not self._directory.is_storing(chunk):  # else other ranks are still at it
+            if self._presence is None or not self._presence.is_storing(chunk):  # else other ranks are still at it
                 self._stores.pop(chunk, None)
 
     def _end_load(self, request_id: str) -> int:
@@ -327,7 +327,7 @@ class SchedulerSide:
             tracked.salt = self._salt(tracked.request)
         return True
 
-    def _open_directory(self) -> None:
+    def _open_presence(self) -> None:
         shards = []
         for rank in self._setup.holders:
             layout, payload_bytes = self._layouts[rank]
@@ -340,7 +340,7 @@ class SchedulerSide:
                 return
             shards.append(Shard(namespace, rank))
             self._chunk_bytes += payload_bytes
-        self._directory = ChunkPresence(shards, store=self._setup.kv.store)
+        self._presence = ChunkPresence(shards, store=self._setup.kv.store)
         self._pilot = self._make_pilot(namespace.id)
 
     def _make_pilot(self, namespace_id: bytes) -> Pilot:
@@ -399,7 +399,7 @@ class SchedulerSide:
 
     def _order_stores(self, tracked: _Tracked, num_computed_tokens: int, output: SchedulerOutput) -> None:
         """Order the chunks that are computed by the end of this step; tokens that may yet be rejected have no hash."""
-        if self._directory is None or not self._may_store(tracked):
+        if self._presence is None or not self._may_store(tracked):
             return
         request_id = tracked.request.request_id
         num_tokens = num_computed_tokens + output.num_scheduled_tokens[request_id]
@@ -409,8 +409,8 @@ class SchedulerSide:
         for index in (*put_off, *range(tracked.num_considered, num_ready)):
             chunk = self._chunk_id(tracked, index)
             if index > tracked.first_failed:
-                self._count_skipped(not self._directory.is_present(chunk))
-            elif self._directory.wants_store(chunk):
+                self._count_skipped(not self._presence.is_present(chunk))
+            elif self._presence.wants_store(chunk):
                 ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
@@ -426,9 +426,9 @@ class SchedulerSide:
         """Once a request that loads or stores: its first chunks were used, those too that the server's own blocks had,
         since what is loaded and stored is worth nothing without them.
         """
-        if not tracked.is_noted and self._directory is not None:
+        if not tracked.is_noted and self._presence is not None:
             tracked.is_noted = True
-            self._directory.touch(self._chunk_id(tracked, index) for index in range(num_chunks))
+            self._presence.touch(self._chunk_id(tracked, index) for index in range(num_chunks))
 
     def _count_skipped(self, num_chunks: int) -> None:
         self._setup.counters.add("rewarm_kv_stores_total", num_chunks * len(self._setup.holders), "skipped")
