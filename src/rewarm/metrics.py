@@ -80,7 +80,12 @@ METRICS: tuple[Metric, ...] = (
         "Choices between loading and computing a stored prefix, by reason (guides/policy.md).",
         ("reason",),
     ),
-    Metric("rewarm_kv_stores_total", COUNTER, "Records written, by outcome: stored, skipped, failed.", ("outcome",)),
+    Metric(
+        "rewarm_kv_stores_total",
+        COUNTER,
+        "Records to be written, by outcome: stored, skipped (there already), failed.",
+        ("outcome",),
+    ),
     Metric("rewarm_kv_store_bytes_total", COUNTER, "Payload bytes written; the wear of the flash follows from it."),
     Metric("rewarm_kv_stores_paused", GAUGE, "1 while stores are paused because the volume or its disk is full."),
     Metric("rewarm_damaged_records_total", COUNTER, "Records refused because a check did not match.", ("root",)),

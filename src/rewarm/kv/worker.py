@@ -237,19 +237,20 @@ class RankWorker(ABC):
                 self._meter.ended(load.handle.root_of(index), num_bytes, time.monotonic(), is_exact=is_exact)
         return delivered
 
-    def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool]) -> None:
+    def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool], num_written: int) -> None:
         counters = self._setup.counters
         for chunk, is_stored in zip(chunks, results, strict=True):
             counts = self._report.stored if is_stored else self._report.dropped
             counts[chunk] = counts.get(chunk, 0) + 1
         num_stored = sum(results)
-        counters.add("rewarm_kv_stores_total", num_stored, "stored")
+        counters.add("rewarm_kv_stores_total", num_written, "stored")
+        counters.add("rewarm_kv_stores_total", num_stored - num_written, "skipped")
         counters.add("rewarm_kv_stores_total", len(results) - num_stored, "failed")
-        counters.add("rewarm_kv_store_bytes_total", num_stored * self._setup.payload_bytes)
+        counters.add("rewarm_kv_store_bytes_total", num_written * self._setup.payload_bytes)
 
     def _reap(self, buffer: StoreBuffer, wait_s: float) -> None:
-        for chunks, results in buffer.reap(wait_s):
-            self._note_stored(chunks, results)
+        for ended in buffer.reap(wait_s):
+            self._note_stored(*ended)
 
     def _take_slot(self, buffer: StoreBuffer) -> int:
         """Address of a slot for one payload; 0: none is free, and the step does not wait for one."""
@@ -283,8 +284,11 @@ class StoreBuffer:
         with self._lock:
             self._writes.append((handle, staged))
 
-    def reap(self, wait_s: float = 0.0) -> list[tuple[list[bytes], list[bool]]]:
-        """(chunk ids, whether each is stored) of writes that have ended; waits at most ``wait_s`` for the oldest."""
+    def reap(self, wait_s: float = 0.0) -> list[tuple[list[bytes], list[bool], int]]:
+        """(chunk ids, whether each is in the volume now, how many were written) of writes that have ended.
+
+        Waits at most ``wait_s`` for the oldest.
+        """
         with self._lock:
             oldest = self._writes[0][0] if self._writes else None
         if wait_s > 0 and oldest is not None:
@@ -297,7 +301,7 @@ class StoreBuffer:
                     self._writes.append((handle, staged))
                     continue
                 self._free.extend(address for _, address in staged)
-                ended.append(([chunk for chunk, _ in staged], handle.results()))
+                ended.append(([chunk for chunk, _ in staged], handle.results(), handle.num_written))
         return ended
 
     @property

@@ -170,6 +170,8 @@ class StoreHandle:
         self._changed = threading.Condition()
         self._results: list[bool | None] = [None] * count
         self._open = count
+        self.num_written = 0
+        """Of those that are in the volume now, how many this store wrote: the others were there already."""
 
     def done(self) -> bool:
         """True once the payload memory is the caller's again."""
@@ -186,11 +188,12 @@ class StoreHandle:
             raise BusyError("the batch is not done", hint="wait() for it first")
         return [bool(result) for result in self._results]
 
-    def settle(self, index: int, *, is_stored: bool) -> None:
+    def settle(self, index: int, *, is_stored: bool, is_written: bool = False) -> None:
         """The volume's: one record has come to its end."""
         with self._changed:
             if self._results[index] is None:
                 self._results[index] = is_stored
+                self.num_written += is_written
                 self._open -= 1
                 if not self._open:
                     self._changed.notify_all()

@@ -46,9 +46,9 @@ class StoreItem:
     handle: StoreHandle
     index: int
 
-    def settle(self, *, is_stored: bool) -> None:
+    def settle(self, *, is_stored: bool, is_written: bool = False) -> None:
         """Tell the caller."""
-        self.handle.settle(self.index, is_stored=is_stored)
+        self.handle.settle(self.index, is_stored=is_stored, is_written=is_written)
 
 
 class StoreThread:
@@ -135,7 +135,7 @@ class StoreThread:
         again: list[StoreItem] = []
         for item in items:
             if self._is_there(item):
-                self._learn(item)
+                self._learn(item, is_written=False)
             elif by_namespace.setdefault(item.namespace.id, {}).setdefault(item.key, item) is not item:
                 again.append(item)
         for by_key in by_namespace.values():
@@ -145,7 +145,7 @@ class StoreThread:
                 self._store_group(group[start : start + max(1, group_records)])
         for item in again:
             if self._is_there(item):
-                self._learn(item)
+                self._learn(item, is_written=False)
 
     def _store_group(self, group: Sequence[StoreItem]) -> None:
         """Store records of one namespace."""
@@ -235,7 +235,7 @@ class StoreThread:
             for item, result in zip(group[:granted], completion.results(), strict=True):
                 if result == 0:
                     not_written -= 1
-                    self._learn(item)
+                    self._learn(item, is_written=True)
                     session.note(Did.STORED, item.namespace.id, (item.key,))
                 elif result in _FULL:
                     full.append(item)
@@ -250,10 +250,10 @@ class StoreThread:
             session.set_inflight(0)
         return full
 
-    def _learn(self, item: StoreItem) -> None:
+    def _learn(self, item: StoreItem, *, is_written: bool) -> None:
         item.namespace.learn(self._number, item.key)
         self._volume.note_written(item.namespace.id, item.key)
-        item.settle(is_stored=True)
+        item.settle(is_stored=True, is_written=is_written)
 
     def _make_room(self) -> None:
         """The disk is full although the budget is not: wait until the janitor has evicted something."""

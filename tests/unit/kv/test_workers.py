@@ -165,6 +165,21 @@ def test_resident_blocks_of_a_chunk_are_left_alone(rank: Rank) -> None:
     assert bool((rank.blocks([block for block in range(NUM_BLOCKS) if block not in (20, 21)]) == -7).all())
 
 
+def test_only_what_is_written_counts_as_stored(rank: Rank) -> None:
+    def counted() -> list[float]:
+        names = ("stored", "skipped", "failed")
+        return [rank.counters.value("rewarm_kv_stores_total", name) for name in names]
+
+    rank.store({CHUNKS[0]: ids_of(0)})
+    stored_chunks(rank, 1)
+    assert counted() == [1, 0, 0]
+    written = rank.counters.value("rewarm_kv_store_bytes_total")
+    rank.store({CHUNKS[0]: ids_of(0), CHUNKS[1]: ids_of(1)})  # the first lies there, as another server's would
+    assert stored_chunks(rank, 2) == {CHUNKS[0]: 1, CHUNKS[1]: 1}
+    assert counted() == [2, 1, 0]
+    assert rank.counters.value("rewarm_kv_store_bytes_total") == 2 * written
+
+
 @pytest.mark.parametrize("rank", DEVICES, indirect=True)
 def test_a_store_holds_what_the_blocks_held_in_its_own_step(rank: Rank) -> None:
     before = rank.blocks(ids_of(0))
