@@ -6,10 +6,12 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,8 +26,6 @@ START_LIMIT_S = 300.0
 STOP_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 180.0
 CHUNK_TOKENS = 256
-SHARED_MEMORY = Path("/dev/shm")
-RANKS_ON_CPU = "cpushm"
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
@@ -58,7 +58,7 @@ class Server:
         transfer: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._shared_before = set(SHARED_MEMORY.glob("vllm_dist_*"))
+        self._temporary = Path(tempfile.mkdtemp(prefix="rewarm-server-"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -71,7 +71,7 @@ class Server:
         dropped = {"PYTHONDONTWRITEBYTECODE"}
         env = {name: value for name, value in os.environ.items() if name not in dropped}
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        env |= {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        env |= {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(self._temporary), **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -93,7 +93,8 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """As an operator stops it; whatever is left of its session after the limit is killed."""
+        """As an operator stops it; whatever is left of its session after the limit is killed, and what it left goes."""
+        shared = self._shared_memory_files()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -101,8 +102,19 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its own session: what it left behind
         self.process.wait(STOP_LIMIT_S)
-        for left in set(SHARED_MEMORY.glob(f"vllm_dist_*{RANKS_ON_CPU}_*")) - self._shared_before:
-            left.unlink(missing_ok=True)  # vLLM 0.32 leaves what its ranks on CPU talk through
+        for path in shared:
+            path.unlink(missing_ok=True)  # vLLM 0.32 leaves what its ranks on CPU talk through
+        shutil.rmtree(self._temporary, ignore_errors=True)  # ... and its sockets
+
+    def _shared_memory_files(self) -> set[Path]:
+        """What the processes of its session have mapped in /dev/shm."""
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getsid(int(process.name)) == self.process.pid:
+                    lines = (process / "maps").read_text(errors="replace").splitlines()
+                    found |= {Path(line.split(maxsplit=5)[-1]) for line in lines if "/dev/shm/" in line}
+        return {path for path in found if path.exists()}
 
     def log_tail(self, num_lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])

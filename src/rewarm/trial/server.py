@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +22,8 @@ from rewarm.errors import StorageError, UnsupportedError
 from rewarm.trial.client import Client
 
 STOP_S = 40.0
-"""A server that has not ended by then is killed; it needs about 5 s to write its last blocks and end."""
+"""A server that has not ended by then, or after the time that its start took where that is longer, is killed; it needs
+about 5 s to write its last blocks and end, and many times that on a machine that is busy with other things."""
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 
@@ -55,13 +58,14 @@ class Server:
         self._stop_begin_s = 0.0
         self._shared: list[Path] = []
         self._begin_s = time.monotonic()
+        self._temporary = _temporary_folder()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **self.env},
+                env={**inherited, "TMPDIR": str(self._temporary), **self.env},
                 start_new_session=True,  # Ctrl-C is for the trial, which ends its servers itself
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, no lock, no thread of ours yet
             )
@@ -159,7 +163,7 @@ class Server:
             Fields of the event ``server_stopped``.
         """
         self.begin_stop()
-        _, alive = psutil.wait_procs(self._family, timeout=STOP_S)
+        _, alive = psutil.wait_procs(self._family, timeout=max(STOP_S, self.start_s))
         killed = [process.pid for process in alive]
         for process in alive:
             with suppress(psutil.NoSuchProcess):
@@ -169,6 +173,7 @@ class Server:
         left = [path for path in self._shared if path.exists()]
         for path in left:
             path.unlink(missing_ok=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
         return {
             "server": self.name,
             "pid": self.pid,
@@ -199,6 +204,18 @@ class Server:
             except OSError:
                 return False
         return True
+
+
+LONGEST_TEMPORARY_DIRECTORY = 45
+"""A socket's whole name has at most 107 bytes, and vLLM's sockets lie in the folder under names of 36."""
+
+
+def _temporary_folder() -> Path:
+    """For what a server leaves when it is ended: vLLM the sockets and the rendezvous file of its processes."""
+    usual = tempfile.gettempdir()
+    return Path(
+        tempfile.mkdtemp(prefix="rewarm-server-", dir=usual if len(usual) <= LONGEST_TEMPORARY_DIRECTORY else "/tmp")
+    )
 
 
 def _end_with_parent() -> None:

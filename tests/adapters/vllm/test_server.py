@@ -17,6 +17,7 @@ from pathlib import Path
 import faultshim
 import pytest
 import vllm_server as vs
+from leftovers import left_since, temporary_entries
 from vllm_server import CHUNK_TOKENS, Answer, Server, count_records, needs_vllm, prompt_of, wait_until
 
 from rewarm.testing.tiny_model import ensure_tiny_model
@@ -36,6 +37,7 @@ class Story:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.before = temporary_entries()
         self.model = ensure_tiny_model(folder / "model")
         self.root = folder / "root"
         self.root.mkdir(mode=0o700)
@@ -154,7 +156,7 @@ def test_a_restarted_server_recovers_and_outlives_its_root(story: Story, tmp_pat
         pytest.skip(reason)
     control = tmp_path / "shim"
     shim = faultshim.Shim(control)
-    environment = faultshim.preload(faultshim.build(tmp_path), control, {}) | {"REWARM_KV_ENGINE": "pure"}
+    environment = faultshim.preload(faultshim.build(tmp_path), control, {})
     vs.drop_page_cache(story.root)
     with story.server("restarted", **environment) as server:
         cold = story.check(server, STORED[0])
@@ -177,3 +179,7 @@ def test_a_restarted_server_recovers_and_outlives_its_root(story: Story, tmp_pat
         for prompt in prompts():
             story.check(server, prompt)
         wait_until(lambda: server.metric("rewarm_io_errors_total") > 0, "I/O errors in the metrics")
+
+
+def test_the_servers_left_nothing_in_temporary_directories(story: Story) -> None:
+    assert left_since(story.before) == []

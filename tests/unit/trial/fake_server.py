@@ -10,9 +10,12 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -95,6 +98,8 @@ if fault == "leaks":
     path.write_bytes(bytes(4096))
     with path.open("r+b") as shared:
         kept = mmap.mmap(shared.fileno(), 4096)
+left_behind = socket.socket(socket.AF_UNIX)
+left_behind.bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")  # as vLLM's sockets are, whose names stay
 if fault == "slow start":
     time.sleep(3600)
 server.serve_forever()

@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -37,6 +40,14 @@ def _fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "server_command", command_of)
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary directory of our own, with a name as short as the usual one's."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
 def run_it(out: Path, **server_table: object) -> dict[str, object]:
     plan = from_document({**PLAN, "server": {"start_timeout_s": 60, **server_table}}, where="test")
     return run.run_trial(plan, out, lambda _progress: None)
@@ -48,7 +59,7 @@ def proofs(result: dict[str, object]) -> dict[str, str]:
 
 @pytest.mark.parametrize("servers", ["together", "in_turn"])
 def test_a_trial_measures_proves_reports_and_leaves_nothing(
-    tmp_path: Path, servers: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, servers: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PLAN, "trial", {"model": "m", "servers": servers, "root": str(tmp_path)})
     out = tmp_path / "out"
@@ -63,6 +74,7 @@ def test_a_trial_measures_proves_reports_and_leaves_nothing(
     assert gates["peer"]["pairs"] == 3
     assert not check_files(out, analyse(read_events(out)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert list(temporary.iterdir()) == []
     assert not [path for path in out.iterdir() if path.is_dir() and path.name != "logs"]
 
 
@@ -78,6 +90,16 @@ def test_a_server_that_leaks_shared_memory_is_cleaned_and_named(tmp_path: Path) 
     left = [name for event in read_events(out) for name in event.get("left_in_shm", ())]
     assert len(left) == 5
     assert not [name for name in left if Path(name).exists()]
+
+
+def test_a_server_has_a_temporary_directory_with_a_short_name(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for usual, chosen in ((temporary, temporary), (temporary / ("x" * 60), Path("/tmp"))):
+        usual.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(usual))
+        folder = server._temporary_folder()
+        assert folder.parent == chosen
+        assert len(f"{folder}/{uuid.uuid4()}") <= 107
+        folder.rmdir()
 
 
 def test_a_server_that_stays_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +148,14 @@ sys.exit(run_command(cli, sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_leaves_no_server_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_leaves_no_server_behind(tmp_path: Path, temporary: Path, number: signal.Signals) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("[trial]\nmodel = 'm'\n[load]\ncontext_tokens = 512\npairs = 400\n")
     out = tmp_path / "out"
     program = _PROGRAM.format(folder=str(FAKE.parent))
     words = [sys.executable, "-c", program, "trial", "run", str(plan), "--out", str(out)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as child:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as child:
         events = out / "events.jsonl"
         deadline = time.monotonic() + 120
         while not (events.exists() and '"phase":"recover"' in events.read_text()):
@@ -148,6 +171,7 @@ def test_a_signal_leaves_no_server_behind(tmp_path: Path, number: signal.Signals
         assert not [each for each in servers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     if number != signal.SIGKILL:
         assert child.returncode == 130
+        assert list(temporary.iterdir()) == []
         result = analyse(read_events(out))
         assert (result["outcome"], result["verdict"]) == ("interrupted", "inconclusive")
         assert not check_files(out, result)

@@ -1,0 +1,6 @@
+"""Helpers shared by folders of tests are plain modules in tests/support."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
