@@ -105,9 +105,10 @@ def index_keys(count: int) -> Iterator[bytes]:
     return (hashlib.sha256(f"record {number}".encode()).digest() for number in range(count))
 
 
-def run_child(directory: Path, num_records: int, mode: str = "measure") -> dict[str, Any]:
-    """What index_child found, in a process of its own; ``returncode`` is its exit status."""
-    command = [sys.executable, "-m", "rewarm.bench.index_child", str(directory), str(num_records), mode]
+def run_child(directory: Path, num_records: int, mode: str = "measure", *more: Path) -> dict[str, Any]:
+    """What index_child found, in a process of its own, on one or more roots; ``returncode`` is its exit status."""
+    roots = os.pathsep.join(map(str, (directory, *more)))
+    command = [sys.executable, "-m", "rewarm.bench.index_child", roots, str(num_records), mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHILD_LIMIT_S)
     if done.returncode not in {0, -signal.SIGSYS}:
         raise StorageError(f"the index bench's process failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
+from rewarm.engine.scan import scan_keys
 from rewarm.errors import RewarmError
 from rewarm.volume.layout import NamespaceFile, RootPaths, key_of_name, namespace_ids, read_namespace_file
 from rewarm.volume.session import inflight_bytes, session_directories
@@ -67,7 +68,7 @@ def count_namespace(paths: RootPaths, namespace_id: bytes) -> tuple[int, int]:
                 total += entry.stat(follow_symlinks=False).st_size
                 count += 1
         return count, total
-    count = sum(1 for _ in record_entries(directory))
+    count = len(scan_keys(directory))
     return count, count * record_bytes
 
 

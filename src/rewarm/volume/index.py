@@ -39,7 +39,8 @@ class KeyIndex:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._table = array("Q", bytes(8 * _MIN_SLOTS))
+        self.table = array("Q", bytes(8 * _MIN_SLOTS))
+        """Fingerprints, each at its low bits or behind what stands there; 0: none. Others only read it."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -48,22 +49,16 @@ class KeyIndex:
     @property
     def table_bytes(self) -> int:
         """Memory that the table takes."""
-        return len(self._table) * 8
+        return len(self.table) * 8
 
     def contains(self, key: bytes) -> bool:
         """Whether the key was added and not removed since."""
-        table = self._table
-        mask = len(table) - 1
-        head, tail = _ends(key)
-        wanted = (head ^ (tail << 1 & _U64 | tail >> 63)) or 1
-        slot = wanted & mask
-        while True:
-            found = table[slot]
-            if found == wanted:
-                return True
-            if not found:
-                return False
-            slot = (slot + 1) & mask
+        wanted = fingerprint(key)
+        table = self.table
+        slot = wanted & (mask := len(table) - 1)
+        while (found := table[slot]) != wanted and found:
+            slot = slot + 1 & mask
+        return bool(found)
 
     def add(self, key: bytes) -> None:
         """Add one key."""
@@ -73,14 +68,14 @@ class KeyIndex:
         """Add many, an array('Q')."""
         with self._lock:
             need = self._count + len(fingerprints)
-            if need > len(self._table) * _MAX_LOAD:
+            if need > len(self.table) * _MAX_LOAD:
                 self._grow(need)
-            self._count += add_to_table(self._table, fingerprints)
+            self._count += add_to_table(self.table, fingerprints)
 
     def discard(self, key: bytes) -> None:
         """Remove one key if it is there; what lay behind it moves up, so that no hole cuts a chain."""
         with self._lock:
-            table = self._table
+            table = self.table
             mask = len(table) - 1
             wanted = fingerprint(key)
             slot = wanted & mask
@@ -102,5 +97,5 @@ class KeyIndex:
 
     def _grow(self, need: int) -> None:
         table = array("Q", bytes(table_bytes(need)))
-        add_to_table(table, array("Q", filter(None, self._table)))
-        self._table = table
+        add_to_table(table, array("Q", filter(None, self.table)))
+        self.table = table

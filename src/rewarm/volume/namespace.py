@@ -13,7 +13,7 @@ from rewarm.engine.record import KEY_BYTES
 from rewarm.engine.scan import scan_keys
 from rewarm.errors import UsageError
 from rewarm.volume.handles import LoadHandle, Note, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
-from rewarm.volume.index import KeyIndex
+from rewarm.volume.index import KeyIndex, fingerprint
 from rewarm.volume.layout import NamespaceFile
 from rewarm.volume.open_root import Root
 from rewarm.volume.session import Did
@@ -38,9 +38,7 @@ class Namespace:
         self.id = file.id
         self.payload_bytes = file.payload_bytes
         self._indexes = [KeyIndex() for _ in volume.roots]
-        self._looks = [
-            (index.contains, root.health.loads) for index, root in zip(self._indexes, volume.roots, strict=True)
-        ]
+        self._looks = [(index, root.health.loads) for index, root in zip(self._indexes, volume.roots, strict=True)]
         self._scanned = threading.Event()
         threading.Thread(target=self._scan, name="rewarm-scan", daemon=True).start()
 
@@ -59,8 +57,14 @@ class Namespace:
 
     def contains(self, key: bytes) -> bool:
         """Whether this process knows the record to be there; in memory only."""
-        for is_known, pause in self._looks:  # noqa: SIM110 - any() over a generator takes half as long again
-            if is_known(key) and not pause.is_on:
+        wanted = fingerprint(key)
+        for index, pause in self._looks:
+            # KeyIndex.contains(), written out: with four roots the calls were two thirds of the time.
+            table = index.table
+            slot = wanted & (mask := len(table) - 1)
+            while (found := table[slot]) != wanted and found:
+                slot = slot + 1 & mask
+            if found and not pause.is_on:
                 return True
         return False
 
