@@ -26,3 +26,23 @@ def test_bad_input_is_one_line_and_changes_nothing(
     assert run(cli, ["bench", "kv", *words]) == code
     assert said in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--root", "{root}/none", "--device", "cpu"], ExitCode.IO, "none is not a directory"),
+        (["--root", "{root}", "--device", "warp"], ExitCode.USAGE, "'warp' is not a device"),
+        (["--root", "{root}", "--device", "cpu", "--tokens", "1000"], ExitCode.USAGE, "hint: use --tokens 1008"),
+        (["--root", "{root}", "--ring-bytes", "much"], ExitCode.USAGE, "'much' is not a size"),
+        (["--root", "{root}", "--chart", "{root}/chart.png"], ExitCode.USAGE, "does not end in .svg"),
+    ],
+)
+def test_the_device_bench_refuses_bad_input_and_changes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: ExitCode, said: str
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed in this environment")
+    words = [word.format(root=tmp_path) for word in arguments]
+    assert run(cli, ["bench", "device", *words]) == code
+    assert said in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

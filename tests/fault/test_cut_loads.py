@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM's scheduler and connector classes
 from mini_server import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS, Served
 from subject_rewarm import NUM_BLOCKS, Server, make_config
 
-import rewarm.adapters.vllm.worker
+import rewarm.kv.rank
 from rewarm.engine import ENGINE_KINDS, Engine, EngineConfig, open_engine, probe_engines
 from rewarm.volume import create_volume
 
@@ -165,7 +165,7 @@ def test_an_engine_that_writes_later_is_seen(start: Callable[[str], Server], mon
     def careless(config: EngineConfig) -> Any:
         return _Careless(open_engine(config))
 
-    monkeypatch.setattr(rewarm.adapters.vllm.worker, "open_engine", careless)
+    monkeypatch.setattr(rewarm.kv.rank, "open_engine", careless)
     server = start("threads")
     with pytest.raises(AssertionError, match=r"\[.*\] == \[0, 1"):
         cut_by_deadline(server, 0)

@@ -1,8 +1,8 @@
-"""Goals of a bench: goals.toml beside this file, one table a figure name.
+"""Goals of the benches: goals.toml beside this file, one table a bench and figure name.
 
 ::
 
-    ["kv.read.1MiB.x1"]
+    [kv."kv.read.1MiB.x1"]
     floor_ratio_at_least = 0.95
     why = "One cold request of 256 MiB ..."
 
@@ -29,7 +29,11 @@ else:
 GOALS_FILE = Path(__file__).with_name("goals.toml")
 """The project's own; ``bench/goals.toml`` of a clone is a link to it."""
 
+BENCHES = ("kv", "device", "scale")
+"""Kinds of bench that goals may stand for; what one of them does not measure is not missed in the other."""
+
 Goals = Mapping[str, Mapping[str, Any]]
+"""Figure name to its bounds."""
 
 _BOUNDS = (
     "at_least",
@@ -42,21 +46,29 @@ _BOUNDS = (
 )
 
 
-def read_goals(path: Path) -> Goals:
-    """Goals of a file.
+def read_goals(path: Path, bench: str) -> Goals:
+    """Goals of one bench; a file may have none for it.
 
+    Args:
+        path: The file; all of it is checked.
+        bench: One of BENCHES.
     Raises:
-        UsageError: Not readable, not TOML, or a bound of a name that does not exist.
+        UsageError: Not readable, not TOML, or a bench or a bound of a name that does not exist.
     """
     try:
-        goals: Goals = tomllib.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as problem:
         raise UsageError(f"cannot read the goals in {path}: {problem}") from problem
-    for name, table in goals.items():
-        unknown = set(table) - {*_BOUNDS, "why"} if isinstance(table, dict) else {"a value outside of a table"}
-        if unknown:
-            raise UsageError(f"{path}: {name} has {', '.join(sorted(unknown))}", hint=f"bounds: {', '.join(_BOUNDS)}")
-    return goals
+    for name, goals in document.items():
+        if name not in BENCHES or not isinstance(goals, dict):
+            raise UsageError(f"{path}: {name} is no bench with goals", hint=f"benches: {', '.join(BENCHES)}")
+        for figure, table in goals.items():
+            unknown = set(table) - {*_BOUNDS, "why"} if isinstance(table, dict) else {"a value outside of a table"}
+            if unknown:
+                bounds = f"bounds: {', '.join(_BOUNDS)}"
+                raise UsageError(f"{path}: {figure} has {', '.join(sorted(unknown))}", hint=bounds)
+    found: Goals = document.get(bench, {})
+    return found
 
 
 def judge(figures: list[Figure], goals: Goals) -> list[Figure]:

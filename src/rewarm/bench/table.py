@@ -14,6 +14,13 @@ def rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
     return [_row(figure) for figure in figures]
 
 
+def filled(figures: Sequence[Figure]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and rows without the columns that no figure has anything in."""
+    made = rows(figures)
+    kept = [column for column in range(len(HEADERS)) if any(row[column] not in {"", "-"} for row in made)]
+    return tuple(HEADERS[column] for column in kept), [tuple(row[column] for column in kept) for row in made]
+
+
 def _row(figure: Figure) -> tuple[str, ...]:
     least, greatest = figure.spread.least, figure.spread.greatest
     return (

@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.errors import ExitCode, UsageError
 from rewarm.units import parse_size
+
+if TYPE_CHECKING:
+    from rewarm.bench.goals import Goals
+    from rewarm.bench.report import Report
 
 
 @click.group("bench")
@@ -54,37 +60,74 @@ def kv(
 ) -> int:
     """Cold loads, stores, CPU time and the index, beside a plain reader's floor and vLLM's fs tier."""
     from rewarm.bench import kv as bench
-    from rewarm.bench.goals import GOALS_FILE, judge, read_goals, unmeasured
+    from rewarm.bench.chart import write_chart
 
-    if chart is not None and chart.suffix != ".svg":
-        raise UsageError(f"{chart} does not end in .svg")
-    goals = read_goals(goals_file or GOALS_FILE)
+    _check_chart(chart)
+    goals = _goals(goals_file, "kv")
     plan = dataclasses.replace(
         bench.QUICK if quick else bench.FULL, engines=engines, floor_tool=floor_tool, with_peer=with_peer
     )
     with progress("bench kv", plan.num_steps) as advance:
         report = bench.run(root, plan, command=_command_line(), step=lambda _what: advance(1))
-    report.figures = judge(report.figures, goals)
     if chart is not None:
-        from rewarm.bench.chart import write_chart
-
         write_chart(report, chart)
-    if as_json:
-        click.echo(report.to_json(), nl=False)
-    else:
-        from rewarm.bench.table import HEADERS, rows
+    return _publish(report, goals, check=check, as_json=as_json, conditions=("floor", "peer", "cold", "device", "cpu"))
 
-        print_table(HEADERS, rows(report.figures))
-        for name in ("floor", "peer", "cold", "device", "cpu"):
-            note(f"{name}: {report.environment[name]}")
-    for text in report.notes:
-        note(text)
-    missing = unmeasured(report.figures, {name: goal for name, goal in goals.items() if name.startswith("kv.")})
-    if missing and check:
-        note(f"not measured: {', '.join(missing)}")
-    for figure in report.shortfalls():
-        note(f"falls short: {figure.name} is {figure.value:.3g} {figure.unit}; goal {figure.goal}")
-    return ExitCode.ANSWER_IS_NO if check and report.shortfalls() else ExitCode.DONE
+
+@command.command("device")
+@click.option(
+    "--root", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Directory on the storage to measure."
+)
+@click.option(
+    "--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, or as torch names it: cuda, cuda:1."
+)
+@click.option("--layers", default=64, show_default=True, type=click.IntRange(1))
+@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1), help="Of this device's share.")
+@click.option("--head-size", default=128, show_default=True, type=click.IntRange(1))
+@click.option("--tokens", default=16384, show_default=True, type=click.IntRange(1), help="Of a request.")
+@click.option("--requests", default=4, show_default=True, type=click.IntRange(1), help="Loaded at once.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--chunk-tokens", default=0, show_default=True, type=click.IntRange(0), help="Of a record; 0: as a server would."
+)
+@click.option("--ring-bytes", default="", metavar="SIZE", help="Pinned memory that reads land in. [as a server]")
+@click.option("--check", is_flag=True, help="Exit with 1 when a goal falls short.")
+@click.option(
+    "--goals", "goals_file", type=click.Path(path_type=Path), metavar="FILE", help="Other goals than Rewarm's own."
+)
+@click.option("--chart", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the waterfall.")
+@json_option
+@quiet_option
+def device(
+    root: Path,
+    ring_bytes: str,
+    check: bool,
+    goals_file: Path | None,
+    chart: Path | None,
+    as_json: bool,
+    **sizes: Any,
+) -> int:
+    """A server's worker without the server: loads and stores of a KV cache on a device, beside the plain copy.
+
+    The KV cache holds all requests at once: 256 KiB a token by default, 4 GiB a request. Goals apply to a device, not
+    to host memory.
+    """
+    from rewarm.bench import device as bench
+    from rewarm.bench.device_chart import write_chart
+
+    _check_chart(chart)
+    goals = _goals(goals_file, "device")
+    plan = bench.Plan(**sizes)
+    if ring_bytes:
+        plan = dataclasses.replace(plan, ring_bytes=parse_size(ring_bytes))
+    with progress("bench device", plan.num_steps) as advance:
+        report = bench.run(root, plan, command=_command_line(), step=lambda _what: advance(1))
+    if chart is not None:
+        write_chart(report, chart)
+    if report.environment["accelerator"] == "cpu":
+        goals = {}
+    conditions = ("accelerator", "engine", "ring", "cold", "filesystem", "cores")
+    return _publish(report, goals, check=check, as_json=as_json, conditions=conditions)
 
 
 @command.command("scale")
@@ -100,12 +143,12 @@ def kv(
 def scale(root: Path, records: int, num_roots: int, seconds: float, check: bool, as_json: bool) -> int:
     """Scan, look-ups, memory and the janitor's CPU time on a volume of very many records."""
     from rewarm.bench import scale as bench
-    from rewarm.bench.goals import GOALS_FILE, judge, read_goals
+    from rewarm.bench.goals import judge
 
     plan = bench.Plan(num_records=records, num_roots=num_roots, work_s=seconds)
     with progress("bench scale", plan.rounds + 4) as advance:
         report = bench.run(root, plan, command=_command_line(), step=lambda _what: advance(1))
-    report.figures = judge(report.figures, read_goals(GOALS_FILE))
+    report.figures = judge(report.figures, _goals(None, "scale"))
     if as_json:
         click.echo(report.to_json(), nl=False)
     else:
@@ -116,9 +159,7 @@ def scale(root: Path, records: int, num_roots: int, seconds: float, check: bool,
             for figure in report.figures
         ]
         print_table(("figure", "value", "goal", "of"), rows)
-    for figure in report.shortfalls():
-        note(f"falls short: {figure.name} is {figure.value:.3g} {figure.unit}; goal {figure.goal}")
-    return ExitCode.ANSWER_IS_NO if check and report.shortfalls() else ExitCode.DONE
+    return _verdict(report, check=check)
 
 
 @command.command("eviction")
@@ -143,8 +184,7 @@ def eviction(traces: tuple[str, ...], seed: int, scale: float, memory: str, char
     from rewarm.bench.reuse.chart import write_chart
     from rewarm.bench.table import number
 
-    if chart is not None and chart.suffix != ".svg":
-        raise UsageError(f"{chart} does not end in .svg")
+    _check_chart(chart)
     if not 0 < scale <= 1000:
         raise UsageError(f"--scale is {scale:g}", hint="above 0, at most 1000")
     plan = bench.Plan(seed=seed, scale=scale, memory_bytes=parse_size(memory))
@@ -214,9 +254,7 @@ def policy(cases: int, trace: Path | None, check: bool, as_json: bool) -> int:
     else:
         goals = [(figure.name, f"{figure.value:.3f} {figure.unit}", figure.goal or "-") for figure in report.figures]
         print_table(("figure", "value", "goal"), goals)
-    for figure in report.shortfalls():
-        note(f"falls short: {figure.name} is {figure.value:.3g} {figure.unit}; goal {figure.goal}")
-    return ExitCode.ANSWER_IS_NO if check and report.shortfalls() else ExitCode.DONE
+    return _verdict(report, check=check)
 
 
 def _replay(path: Path, *, as_json: bool) -> None:
@@ -241,6 +279,44 @@ def _replay(path: Path, *, as_json: bool) -> None:
     print_table(("policy", "mean until a prompt is there", "p99", "all of them", "loads"), rows)
     if trace.actual_s:
         note(f"as it was: {sum(trace.actual_s) / len(trace.actual_s):.3f} s on the mean")
+
+
+def _check_chart(chart: Path | None) -> None:
+    if chart is not None and chart.suffix != ".svg":
+        raise UsageError(f"{chart} does not end in .svg")
+
+
+def _goals(goals_file: Path | None, bench: str) -> Goals:
+    from rewarm.bench.goals import GOALS_FILE, read_goals
+
+    return read_goals(goals_file or GOALS_FILE, bench)
+
+
+def _publish(report: Report, goals: Goals, *, check: bool, as_json: bool, conditions: Sequence[str]) -> int:
+    """Judge a report and print it; the exit code."""
+    from rewarm.bench.goals import judge, unmeasured
+    from rewarm.bench.table import filled
+
+    report.figures = judge(report.figures, goals)
+    if as_json:
+        click.echo(report.to_json(), nl=False)
+    else:
+        print_table(*filled(report.figures))
+        for name in conditions:
+            note(f"{name}: {report.environment[name]}")
+    for text in report.notes:
+        note(text)
+    missing = unmeasured(report.figures, goals)
+    if missing and check:
+        note(f"not measured: {', '.join(missing)}")
+    return _verdict(report, check=check)
+
+
+def _verdict(report: Report, *, check: bool) -> int:
+    """Name what falls short; the exit code."""
+    for figure in report.shortfalls():
+        note(f"falls short: {figure.name} is {figure.value:.3g} {figure.unit}; goal {figure.goal}")
+    return ExitCode.ANSWER_IS_NO if check and report.shortfalls() else ExitCode.DONE
 
 
 def _command_line() -> str:

@@ -4,7 +4,6 @@ asserted."""
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,16 +30,6 @@ TINY = kv.Plan(
     index_rounds=1,
     floor_tool="own",
 )
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    try:
-        os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
-    except OSError:
-        pytest.skip(f"no O_DIRECT below {tmp_path}")
-    (tmp_path / "probe").unlink()
-    return tmp_path
 
 
 def test_a_run_gives_every_figure_and_leaves_nothing(root: Path) -> None:
@@ -80,7 +69,7 @@ def test_the_peer_takes_part(root: Path) -> None:
 
 
 def test_every_goal_has_its_figure_in_a_full_run(root: Path) -> None:
-    goals = read_goals(GOALS_FILE)
+    goals = read_goals(GOALS_FILE, "kv")
     reads = {f"kv.{what}.{shape.label}" for shape in kv.FULL.read_shapes for what in ("read", "cpu")}
     assert {name for name in unmeasured([], goals) if name.startswith(("kv.read", "kv.cpu"))} <= reads
 

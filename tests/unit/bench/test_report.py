@@ -41,13 +41,14 @@ def _report() -> Report:
 def test_goals_bind_what_they_name(tmp_path: Path) -> None:
     path = tmp_path / "goals.toml"
     path.write_text(
-        '["kv.read.1MiB.x1"]\nfloor_ratio_at_least = 0.95\nwhy = "because"\n'
-        '["kv.cpu.1MiB.x1"]\nabove_floor_at_most = 0.1\n'
-        '["kv.gil.load_added_by_thread"]\nat_most = 6\nor_share_of_floor_at_most = 0.1\n'
-        '["kv.index.scan"]\nat_most = 3\nat_least = 2.5\n'
-        '["kv.never"]\nat_most = 3\n'
+        '[kv."kv.read.1MiB.x1"]\nfloor_ratio_at_least = 0.95\nwhy = "because"\n'
+        '[kv."kv.cpu.1MiB.x1"]\nabove_floor_at_most = 0.1\n'
+        '[kv."kv.gil.load_added_by_thread"]\nat_most = 6\nor_share_of_floor_at_most = 0.1\n'
+        '[kv."kv.index.scan"]\nat_most = 3\nat_least = 2.5\n'
+        '[kv."kv.never"]\nat_most = 3\n'
+        '[device."kv.device.load.x1"]\nat_most = 3\n'
     )
-    goals = read_goals(path)
+    goals = read_goals(path, "kv")
     report = _report()
     report.figures = judge(report.figures, goals)
     held = {figure.name: figure.holds for figure in report.figures}
@@ -61,14 +62,18 @@ def test_goals_bind_what_they_name(tmp_path: Path) -> None:
     }
     assert [figure.name for figure in report.shortfalls()] == ["kv.cpu.1MiB.x1", "kv.index.scan"]
     assert report.figures[4].goal == "<= 6 ms or <= 0.1 of the floor"
-    assert unmeasured(report.figures, goals) == ["kv.never"]
+    assert unmeasured(report.figures, goals) == ["kv.never"], "another bench's goals are not missed"
+    assert unmeasured(report.figures, read_goals(path, "device")) == ["kv.device.load.x1"]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('["kv.x"]\nat_leats = 1\n', "kv.x has at_leats"),
-        ("at_least = 1\n", "at_least has a value outside of a table"),
+        ('[kv."kv.x"]\nat_leats = 1\n', "kv.x has at_leats"),
+        ('[device."kv.device.x"]\nat_leats = 1\n', "kv.device.x has at_leats"),
+        ("[kv]\nat_least = 1\n", "at_least has a value outside of a table"),
+        ("at_least = 1\n", "at_least is no bench with goals"),
+        ('["kv.x"]\nat_least = 1\n', "kv.x is no bench with goals"),
         ("[", "cannot read the goals"),
     ],
 )
@@ -76,14 +81,15 @@ def test_a_goals_file_with_a_typo_is_refused(tmp_path: Path, text: str, said: st
     path = tmp_path / "goals.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=said):
-        read_goals(path)
+        read_goals(path, "kv")
 
 
 def test_the_goals_of_the_source_tree_are_well_formed() -> None:
-    goals = read_goals(GOALS_FILE)
     assert GOALS_FILE.samefile(Path(__file__).parents[3] / "bench" / "goals.toml")
-    assert "kv.read.1MiB.x1" in goals
-    assert all(table["why"] for table in goals.values())
+    for bench, known in (("kv", "kv.read.1MiB.x1"), ("device", "kv.device.load.x1")):
+        goals = read_goals(GOALS_FILE, bench)
+        assert known in goals
+        assert all(table["why"] for table in goals.values())
 
 
 def test_the_document_is_what_the_schema_promises() -> None:
@@ -102,6 +108,12 @@ def test_rows_put_the_ratio_first() -> None:
     assert first[:4] == ("0.95x", "kv.read.1MiB.x1", "threads", "1.43 GiB/s")
     assert last[0] == "-"
     assert {len(row) for row in table.rows(_report().figures)} == {len(table.HEADERS)}
+
+
+def test_columns_that_nothing_fills_are_left_out() -> None:
+    headers, rows = table.filled([measured("kv.device.read", "ms", [3.0], floors=[2.0])])
+    assert headers == ("of the floor", "figure", "value", "floor")
+    assert rows == [("1.50x", "kv.device.read", "3.00 ms", "2.00")]
 
 
 def test_the_chart_is_one_svg_with_every_side(tmp_path: Path) -> None:

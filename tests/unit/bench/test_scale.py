@@ -22,7 +22,7 @@ def test_a_small_run_has_every_figure_and_evicts(tmp_path: Path) -> None:
     assert int(evicted[1].replace(",", "")) > 0, "the volume is full from the start"
     parts = ("scale.index_bytes_per_record", "scale.janitor.bytes_per_record")
     assert figures["scale.bytes_per_record"].value == sum(figures[name].value for name in parts)
-    judged = judge(report.figures, read_goals(GOALS_FILE))
+    judged = judge(report.figures, read_goals(GOALS_FILE, "scale"))
     assert {one.name for one in judged if one.goal} == {
         "scale.lookups_1000",
         "scale.bytes_per_record",

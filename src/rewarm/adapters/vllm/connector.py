@@ -19,11 +19,12 @@ from rewarm.adapters.vllm.messages import OrdersMetadata, ReportMetadata
 from rewarm.adapters.vllm.scheduler import SchedulerSide, scheduler_setup
 from rewarm.adapters.vllm.stats import RewarmPromMetrics, RewarmStats
 from rewarm.adapters.vllm.versions import check_version
-from rewarm.adapters.vllm.worker import RankSide, open_volume
+from rewarm.adapters.vllm.worker import open_rank
 from rewarm.config import KvConfig, resolve
 from rewarm.engine import EngineConfig, open_engine
 from rewarm.errors import RewarmError, UsageError
 from rewarm.kv.chunks import StepOrders
+from rewarm.kv.rank import RankSide, open_volume
 from rewarm.metrics import Counters
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._rank is not None:
             self._rank.close()
         try:
-            self._rank = RankSide(self._vllm_config, self._cache, self._kv, self._counters, kv_caches)
+            self._rank = open_rank(self._vllm_config, self._cache, self._kv, self._counters, kv_caches)
         except RewarmError as error:
             raise _with_hint(error) from None
 
