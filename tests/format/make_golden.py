@@ -60,12 +60,16 @@ def make(place: Path) -> None:
             path.write_bytes(record(namespace.id, number, num_bytes))
             names.append((namespace.id, key(number)))
     new_usage_file(paths.usage, Usage(2 * 12288 + 8192, 0, 5 * 12288, 1, 12288))
-    body = b"".join(janitor.ORDER_ENTRY.pack(state, *name) for state, name in zip((0, 2, 5), names, strict=True))
+    body = b"".join(
+        janitor.ORDER_ENTRY.pack(state, bytes(7), *name) for state, name in zip((0, 2, 5), names, strict=True)
+    )
     Path(paths.order).write_bytes(janitor.ORDER_MAGIC + crc32c(body).to_bytes(4, "little") + body)
     Path(paths.sync_mark("0123456789abcdef")).write_bytes(to_text({"boot_id": "golden", "synced_ns": CREATED_NS}))
     session = Path(paths.sessions) / "1-0a0b0c0d0e0f"
     (session / "lock").write_bytes(bytes(8))
-    (session / "log-000000").write_bytes(ENTRY.pack(Did.TOUCHED, *names[0]) + ENTRY.pack(Did.STORED, *names[2]))
+    (session / "log-000000").write_bytes(
+        ENTRY.pack(Did.TOUCHED, bytes(7), *names[0]) + ENTRY.pack(Did.STORED, bytes(7), *names[2])
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import click
 
+from rewarm.cli import volume_quota
 from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.config import KvConfig, resolve
 from rewarm.errors import ExitCode, StorageError, UsageError
@@ -40,6 +41,8 @@ _SMALL_CHUNK_BYTES = 4 * MIB
 def command() -> None:
     """Create, look into, verify, empty, export and import volumes."""
 
+
+command.add_command(volume_quota.command)
 
 _roots = click.argument("roots", nargs=-1, required=True, metavar="DIR...")
 

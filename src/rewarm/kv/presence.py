@@ -43,6 +43,7 @@ class NamespaceIndex(Protocol):
     def note_present(self, keys: Sequence[bytes]) -> None: ...
     def note_absent(self, keys: Sequence[bytes]) -> None: ...
     def touch(self, keys: Sequence[bytes]) -> None: ...
+    def own(self, keys: Sequence[bytes], tenant: bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,12 @@ class ChunkPresence:
         chunks = list(chunks)
         for shard in self._shards:
             shard.namespace.touch([shard.key(chunk) for chunk in chunks])
+
+    def own(self, chunks: Iterable[bytes], tenant: bytes) -> None:
+        """Note that ``chunks``, stored or about to be, are a tenant's, for its quota."""
+        chunks = list(chunks)
+        for shard in self._shards:
+            shard.namespace.own([shard.key(chunk) for chunk in chunks], tenant)
 
     def wants_store(self, chunk: bytes) -> bool:
         """Whether to store a chunk that has just been computed; True marks it as being stored."""

@@ -92,6 +92,8 @@ class RootPaths:
         self.state = os.path.join(self.root, STATE_DIR)
         self.usage = os.path.join(self.state, "usage")
         self.wear = os.path.join(self.state, "wear")
+        self.quotas = os.path.join(self.state, "quotas")
+        self.tenants = os.path.join(self.state, "tenants")
         self.janitor_lock = os.path.join(self.state, "janitor.lock")
         self.recovery_lock = os.path.join(self.state, "recovery.lock")
         self.order = os.path.join(self.state, "order")

@@ -16,6 +16,7 @@ from rewarm.volume.handles import LoadHandle, Note, Outcome, Part, ProbeHandle, 
 from rewarm.volume.index import KeyIndex, fingerprint
 from rewarm.volume.layout import NamespaceFile
 from rewarm.volume.open_root import Root
+from rewarm.volume.quota import NO_TENANT
 from rewarm.volume.session import Did
 
 if TYPE_CHECKING:
@@ -93,13 +94,20 @@ class Namespace:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of records, for the order of eviction; in memory, written to the log later."""
+        self._log(Did.TOUCHED, keys, NO_TENANT)
+
+    def own(self, keys: Sequence[bytes], tenant: bytes) -> None:
+        """Note that records are a tenant's, now or once they are stored; in memory, written to the log later."""
+        self._log(Did.OWNED, keys, tenant)
+
+    def _log(self, did: Did, keys: Sequence[bytes], tenant: bytes) -> None:
         by_root: dict[int, list[bytes]] = {}
         for key in keys:
             by_root.setdefault(self._root_of(key), []).append(key)
-        for number, touched in by_root.items():
+        for number, noted in by_root.items():
             session = self._volume.roots[number].session
             if session is not None:
-                session.note(Did.TOUCHED, self.id, touched)
+                session.note(did, self.id, noted, tenant)
 
     def load(self, targets: Sequence[tuple[bytes, RecordTarget]], deadline_s: float | None = None) -> LoadHandle:
         """Start to load records.

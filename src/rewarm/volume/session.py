@@ -15,9 +15,10 @@ from contextlib import suppress
 from enum import IntEnum
 
 from rewarm.volume.layout import DIR_MODE, RootPaths, open_regular, read_small_file
+from rewarm.volume.quota import NO_TENANT
 
-ENTRY = struct.Struct("<B7x32s32s")
-"""Kind, namespace id, key: 72 bytes."""
+ENTRY = struct.Struct("<B7s32s32s")
+"""Kind, tenant, namespace id, key: 72 bytes."""
 NEW_PREFIX = "new-"
 """Of a session's directory until its lock is held."""
 _LOG_PREFIX, _TEMPORARY_PREFIX = "log-", "tmp-"
@@ -36,6 +37,8 @@ class Did(IntEnum):
     TOUCHED = 2
     DAMAGED = 3
     """Its check failed: the janitor looks at it and quarantines it."""
+    OWNED = 4
+    """It is a tenant's; this may stand before the entry that it was stored."""
 
 
 class Session:
@@ -64,9 +67,9 @@ class Session:
             SessionReader(unnamed).remove()
             raise
 
-    def note(self, did: Did, namespace_id: bytes, keys: Iterable[bytes]) -> None:
+    def note(self, did: Did, namespace_id: bytes, keys: Iterable[bytes], tenant: bytes = NO_TENANT) -> None:
         """Remember for the log; in memory until flush()."""
-        entries = [ENTRY.pack(did, namespace_id, key) for key in keys]
+        entries = [ENTRY.pack(did, tenant, namespace_id, key) for key in keys]
         with self._lock:
             if len(self._entries) * ENTRY.size < _ROTATE_BYTES:
                 self._entries += entries
@@ -125,8 +128,10 @@ class SessionReader:
         self.directory = directory
         self._offsets: dict[str, int] = {}
 
-    def read(self) -> Iterator[tuple[Did, bytes, bytes]]:
-        """(what, namespace id, key) of entries that were appended since; folded files are removed but the newest."""
+    def read(self) -> Iterator[tuple[Did, bytes, bytes, bytes]]:
+        """(what, namespace id, key, tenant) of entries that were appended since; files that were read are removed, but
+        not the newest.
+        """
         names = sorted(name for name in os.listdir(self.directory) if name.startswith(_LOG_PREFIX))
         for name in names:
             path = os.path.join(self.directory, name)
@@ -135,9 +140,9 @@ class SessionReader:
                 file.seek(offset)
                 content = file.read()
             whole = len(content) - len(content) % ENTRY.size
-            for kind, namespace_id, key in ENTRY.iter_unpack(content[:whole]):
+            for kind, tenant, namespace_id, key in ENTRY.iter_unpack(content[:whole]):
                 if kind in _KINDS:
-                    yield Did(kind), namespace_id, key
+                    yield Did(kind), namespace_id, key, tenant
             self._offsets[name] = offset + whole
             if name != names[-1]:
                 os.unlink(path)

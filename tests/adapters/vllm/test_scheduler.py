@@ -18,6 +18,7 @@ from rewarm.kv.choose import LoadPolicy
 from rewarm.kv.decision_log import log_files, read_log
 from rewarm.metrics import DECISION_REASONS
 from rewarm.volume import create_volume
+from rewarm.volume.quota import tenant_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -170,14 +171,15 @@ def lose_one_store(place: Place, server: MiniServer, index: int) -> list[bytes]:
     lost: list[bytes] = []
     real = worker._note_stored
 
-    def note(chunks: list[bytes], results: list[bool]) -> None:
+    def note(chunks: list[bytes], results: list[bool], num_written: int) -> None:
         results = list(results)
         if not lost:
             lost.append(chunks[index])
             results[index] = False
+            num_written -= 1
             name = worker._key(chunks[index]).hex()
             next(place.root.glob(f"*/{name[:2]}/{name}.rec")).unlink()
-        real(chunks, results)
+        real(chunks, results, num_written)
 
     worker._note_stored = note
     return lost
@@ -378,3 +380,18 @@ def test_a_policy_that_fails_costs_no_request(place: Place, monkeypatch: pytest.
     place.fill(server, [prompt(1)])
     monkeypatch.setattr(LoadPolicy, "decide", lambda _policy, _hit: 1 / 0)
     assert cold(server, prompt(1)) == [NUM_CHUNKS * CHUNK_BLOCKS]
+
+
+def test_what_a_tenant_stores_and_uses_counts_for_its_quota(place: Place) -> None:
+    server = place.server()
+    side, owned = server.scheduler.connector._scheduler, dict[bytes, bytes]()
+    server.run([prompt(3)])
+    side._presence.own = lambda chunks, tenant: owned.update(dict.fromkeys(chunks, tenant))
+    server.run([prompt(1)])
+    assert owned == {}, "no salt, no tenant"
+    request = server.add(prompt(2))
+    server._live[request].request.cache_salt = "acme"
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    server._live.pop(request)
+    assert len(owned) == NUM_CHUNKS
+    assert set(owned.values()) == {tenant_of("acme")}

@@ -11,6 +11,7 @@ import pytest
 from rewarm.volume.janitor.ghosts import Ghosts
 from rewarm.volume.janitor.names import NAME_BYTES, NONE, NameTable
 from rewarm.volume.janitor.order import FIRST_SHARE, MAX_SHARE, MIN_SHARE, EvictionOrder
+from rewarm.volume.quota import tenant_of
 
 
 def name(number: int) -> bytes:
@@ -101,19 +102,63 @@ def test_saved_and_restored_it_goes_on_as_before() -> None:
     after = EvictionOrder()
     after.set_size(bytes(2), 10)
     after.small_share = order.small_share
-    after.restore(saved, [one for one, _ in saved] + [name(1000)])
+    after.restore(saved, [one for one, _, _ in saved] + [name(1000)])
     assert len(after) == 151
     assert popped(after, 151).count(1000) == 1
     again = EvictionOrder()
     again.set_size(bytes(2), 10)
-    again.restore(saved, (one for one, _ in saved))
+    again.restore(saved, (one for one, _, _ in saved))
     assert popped(again, 150) == popped(order, 150)
 
 
 def test_of_what_was_saved_only_what_is_present_counts_and_each_record_once() -> None:
     order = order_of(1)
-    order.restore([(name(2), 0), (name(3), 4), (name(2), 4), (name(9), 255)], [name(1), name(2), name(3), name(5)])
+    saved = [(name(2), 0), (name(3), 4), (name(2), 4), (name(9), 255)]
+    order.restore([(*one, bytes(7)) for one in saved], [name(1), name(2), name(3), name(5)])
     assert sorted(filter(None, popped(order, 10))) == [1, 2, 3, 5]
+
+
+ACME, OTHER = tenant_of("acme"), tenant_of("other")
+
+
+def test_a_tenants_records_count_and_go_first_from_its_unused_ones() -> None:
+    order = order_of(*range(10))
+    for number in (1, 3, 5, 7):
+        order.own(name(number), ACME)
+    order.own(name(20), OTHER)
+    order.add(name(20))
+    order.touch(name(1))
+    assert order.held() == {bytes(7): 60, ACME: 40, OTHER: 10}
+    assert order.pop_of(ACME, 15) == [name(3), name(5)]
+    assert order.held() == {bytes(7): 60, ACME: 20, OTHER: 10}
+    assert order.pop_of(ACME, 1000) == [name(7), name(1)]
+    assert order.pop_of(ACME, 1000) == order.pop_of(tenant_of("nobody"), 1) == []
+    assert popped(order, 8) == [0, 2, 4, 6, 8, 9, 20, None]
+    assert order.held() == {}
+
+
+def test_tenants_are_saved_and_a_place_knows_only_its_own() -> None:
+    order = order_of(*range(4))
+    order.own(name(2), ACME)
+    order.own(name(2), OTHER)
+    after = order_of()
+    after.restore(list(order.dump()), [name(n) for n in range(4)])
+    assert after.held() == {bytes(7): 30, OTHER: 10}
+    assert after.pop_of(OTHER, 1) == [name(2)]
+    assert popped(after, 1) == [0]
+    after.add(name(50))
+    after.add(name(51))
+    assert after.held() == {bytes(7): 40}, "the number of a record that is gone brings no owner"
+
+
+def test_a_tenant_at_its_quota_needs_no_more_memory_with_time() -> None:
+    order = order_of()
+    for number in range(20_000):
+        order.own(name(number), ACME)
+        order.add(name(number))
+        order.pop_of(ACME, order.held()[ACME] - 500)
+    assert len(order) == 50
+    assert order._names.end < 2000
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -22,6 +22,7 @@ from rewarm.kv.keys import chunk_id
 from rewarm.kv.pilot import Pilot
 from rewarm.kv.policy import Part, PrefixHit
 from rewarm.kv.presence import ChunkPresence, PrefixLookup, Shard
+from rewarm.volume.quota import tenant_of
 from rewarm.volume.recovery import host_name
 
 if TYPE_CHECKING:
@@ -415,6 +416,7 @@ class SchedulerSide:
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
                 self._note_use(tracked, index)
+                self._note_owner(tracked, [chunk])
         tracked.num_considered = max(tracked.num_considered, num_ready)
 
     def _may_store(self, tracked: _Tracked) -> bool:
@@ -428,7 +430,15 @@ class SchedulerSide:
         """
         if not tracked.is_noted and self._presence is not None:
             tracked.is_noted = True
-            self._presence.touch(self._chunk_id(tracked, index) for index in range(num_chunks))
+            chunks = [self._chunk_id(tracked, index) for index in range(num_chunks)]
+            self._presence.touch(chunks)
+            self._note_owner(tracked, chunks)
+
+    def _note_owner(self, tracked: _Tracked, chunks: list[bytes]) -> None:
+        """Of a tenant's request: its chunks count for the tenant's quota. All of them have its salt in their hashes."""
+        salt = getattr(tracked.request, "cache_salt", None)
+        if salt and chunks and self._presence is not None:
+            self._presence.own(chunks, tenant_of(salt))
 
     def _count_skipped(self, num_chunks: int) -> None:
         self._setup.counters.add("rewarm_kv_stores_total", num_chunks * len(self._setup.holders), "skipped")

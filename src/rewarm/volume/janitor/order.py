@@ -16,10 +16,12 @@ A record takes 60 to 75 bytes here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from rewarm.volume.janitor.ghosts import Ghosts
 from rewarm.volume.janitor.names import NAME_BYTES, NONE, NameTable
+from rewarm.volume.quota import NO_TENANT
 
 __all__ = ["NAME_BYTES", "EvictionOrder"]
 
@@ -31,6 +33,10 @@ _VOTE = 4.0
 """Records that the border moves by with one that comes back, where both queues lose as many."""
 _IN_MAIN, _UNPLACED, _GONE = 4, 8, 16
 """Bits beside the number of uses."""
+_MAX_TENANTS = 1 << 16
+_MAX_EARLY = 100_000
+_MAX_GONE = 1000
+"""Places of discarded records that the queues keep beside a quarter of what is there."""
 
 
 class EvictionOrder:
@@ -40,6 +46,11 @@ class EvictionOrder:
         self._names = NameTable()
         self._states = bytearray()
         self._next = array("I")
+        self._owners = array("H")
+        self._tenants: dict[bytes, int] = {NO_TENANT: 0}
+        self._held = [0]
+        self._early: dict[bytes, int] = {}
+        self._num_gone = 0
         self._small, self._main = _Queue(self._next), _Queue(self._next)
         self._ghosts = Ghosts()
         self._sizes: dict[bytes, int] = {}
@@ -76,13 +87,66 @@ class EvictionOrder:
         if number != NONE and self._states[number] & 3 < MAX_USES:
             self._states[number] += 1
 
+    def own(self, name: bytes, tenant: bytes) -> None:
+        """A record is a tenant's; one that is not there yet may come."""
+        owner = self._tenants.get(tenant)
+        if owner is None:
+            if len(self._tenants) == _MAX_TENANTS:
+                return
+            owner = self._tenants[tenant] = len(self._tenants)
+            self._held.append(0)
+        number = self._names.find(name)
+        if number == NONE:
+            self._early[name] = owner
+            if len(self._early) > _MAX_EARLY:
+                del self._early[next(iter(self._early))]
+            return
+        size = self.size_of(name)
+        self._held[self._owners[number]] -= size
+        self._owners[number] = owner
+        self._held[owner] += size
+
+    def held(self) -> dict[bytes, int]:
+        """Tenant to bytes of its records; of those that have any."""
+        return {tenant: self._held[owner] for tenant, owner in self._tenants.items() if self._held[owner]}
+
+    def pop_of(self, tenant: bytes, num_bytes: int) -> list[bytes]:
+        """Records of one tenant to evict now, of so many bytes or all that it has: unused ones first."""
+        owner = self._tenants.get(tenant)
+        unused: list[int] = []
+        used: list[int] = []
+        found = 0
+        for number in chain(self._small, self._main):
+            state = self._states[number]
+            if found >= num_bytes:
+                break
+            if self._owners[number] == owner and not state & _GONE:
+                (used if state & 3 else unused).append(number)
+                found += 0 if state & 3 else self.size_of(self._names.name(number))
+        chosen: list[bytes] = []
+        for number in (*unused, *used):
+            if num_bytes <= 0:
+                break
+            name = self._names.name(number)
+            chosen.append(name)
+            num_bytes -= self.size_of(name)
+            self.discard(name)
+        return chosen
+
     def discard(self, name: bytes) -> None:
         """A record is gone."""
         number = self._names.find(name)
-        if number != NONE:
-            self._leave(name, self._states[number])
-            self._names.remove(name)
-            self._states[number] |= _GONE  # its number is free again when its turn in the queue comes
+        if number == NONE:
+            return
+        self._leave(number, name)
+        self._names.remove(name)
+        self._states[number] |= _GONE  # its number is free again when its turn in the queue comes
+        self._num_gone += 1
+        if self._num_gone > _MAX_GONE + len(self) // 4:
+            for queue in (self._small, self._main):
+                for gone in queue.sweep(lambda number: bool(self._states[number] & _GONE)):
+                    self._names.release(gone)
+            self._num_gone = 0
 
     def pop(self) -> bytes | None:
         """The record to evict now; None: there is none."""
@@ -95,8 +159,9 @@ class EvictionOrder:
             state, name = self._states[number], self._names.name(number)
             if state & _GONE:
                 self._names.release(number)
+                self._num_gone -= 1
                 continue
-            self._leave(name, state)
+            self._leave(number, name)
             was_in_main = bool(state & _IN_MAIN)
             if state & 3:
                 self._enter(number, name, (state & 3) - 1 if was_in_main else 0, in_main=True)
@@ -106,22 +171,25 @@ class EvictionOrder:
             self._ghosts.put(name, was_in_main=was_in_main, keep=len(self))
             return name
 
-    def dump(self) -> Iterator[tuple[bytes, int]]:
-        """(name, state) of every record, the first to go first; restore() takes it back."""
+    def dump(self) -> Iterator[tuple[bytes, int, bytes]]:
+        """(name, state, tenant) of every record, the first to go first; restore() takes it back."""
+        tenants = list(self._tenants)
         for queue in (self._small, self._main):
             for number in queue:
                 if not self._states[number] & _GONE:
-                    yield self._names.name(number), self._states[number]
+                    yield self._names.name(number), self._states[number], tenants[self._owners[number]]
 
-    def restore(self, saved: Iterable[tuple[bytes, int]], present: Iterable[bytes]) -> None:
+    def restore(self, saved: Iterable[tuple[bytes, int, bytes]], present: Iterable[bytes]) -> None:
         """Take in what is missing here: first what was saved and is present, in its old place, then what else is."""
         for name in present:
             if name not in self:
                 self._states[self._new(name)] = _UNPLACED
-        for name, state in saved:
+        for name, state, tenant in saved:
             number = self._names.find(name)
             if number != NONE and self._states[number] == _UNPLACED:
                 self._enter(number, name, state & 3, in_main=bool(state & _IN_MAIN))
+                if tenant != NO_TENANT:
+                    self.own(name, tenant)
         for number, state in enumerate(self._states):
             if state == _UNPLACED:
                 self._enter(number, self._names.name(number), 0, in_main=False)
@@ -139,6 +207,8 @@ class EvictionOrder:
         if number == len(self._states):
             self._states.append(0)
             self._next.append(NONE)
+            self._owners.append(0)
+        self._owners[number] = self._early.pop(name, 0) if self._early else 0
         return number
 
     def _enter(self, number: int, name: bytes, uses: int, *, in_main: bool) -> None:
@@ -147,11 +217,13 @@ class EvictionOrder:
         size = self.size_of(name)
         self.total_bytes += size
         self.small_bytes += 0 if in_main else size
+        self._held[self._owners[number]] += size
 
-    def _leave(self, name: bytes, state: int) -> None:
+    def _leave(self, number: int, name: bytes) -> None:
         size = self.size_of(name)
         self.total_bytes -= size
-        self.small_bytes -= 0 if state & _IN_MAIN else size
+        self.small_bytes -= 0 if self._states[number] & _IN_MAIN else size
+        self._held[self._owners[number]] -= size
 
 
 class _Queue:
@@ -178,6 +250,15 @@ class _Queue:
         else:
             self._next[self._last] = number
         self._last = number
+
+    def sweep(self, is_gone: Callable[[int], bool]) -> list[int]:
+        """Take out those for which it is so; returns them."""
+        numbers = list(self)
+        self._first = self._last = NONE
+        for number in numbers:
+            if not is_gone(number):
+                self.append(number)
+        return [number for number in numbers if is_gone(number)]
 
     def pop(self) -> int:
         """Take the first one out; NONE: it is empty."""

@@ -27,8 +27,10 @@ from rewarm.volume.layout import (
     read_small_file,
     remove_dead_temporaries,
     replace_file,
+    to_text,
 )
 from rewarm.volume.open_root import file_identity
+from rewarm.volume.quota import NO_TENANT, WatchedQuotas
 from rewarm.volume.recovery import host_name, write_mark
 from rewarm.volume.session import Did, SessionReader, remove_unnamed, session_directories
 from rewarm.volume.usage import Usage, UsageFile
@@ -55,11 +57,11 @@ _MAX_NAMESPACES = 1 << 16
 _MAX_ORDER_BYTES = 4 * GIB
 _MAX_PAUSE_S = 60.0
 _UNLINK_BATCH = 64
-ORDER_ENTRY = struct.Struct("<B7x32s32s")
-"""State, namespace id, key."""
+ORDER_ENTRY = struct.Struct("<B7s32s32s")
+"""State, tenant, namespace id, key."""
 ORDER_MAGIC = b"RWO1"
-_SHARE_ENTRY = (128, bytes(32))
-"""State and namespace id of the entry that is no record."""
+_SHARE_ENTRY = (128, NO_TENANT, bytes(32))
+"""State, tenant and namespace id of the entry that is no record."""
 _SHARE = struct.Struct("<d24x")
 
 
@@ -79,6 +81,8 @@ class RootJanitor:
         self._synced_bytes = 0
         self._is_ready = self._is_exact = False
         self._changed = False
+        self._quotas = WatchedQuotas(root)
+        self._told_tenants: dict[str, int] = {}
         self.evicted_records = self.evicted_bytes = 0
         """What this object evicted, so far; read by another thread."""
 
@@ -155,6 +159,7 @@ class RootJanitor:
             self._look_for_namespaces()
             self._fold_sessions()
             self._next_look = now + LOOK_AROUND_S
+            self._keep_quotas()
         if needed:
             self.evict(needed)
         if now >= self._next_recount:
@@ -211,6 +216,27 @@ class RootJanitor:
             usage.evicted_bytes += num_bytes
         self.evicted_records += num_records
         self.evicted_bytes += num_bytes
+
+    def _keep_quotas(self) -> None:
+        """Remove what tenants have above their quotas, and a little more, so that each look need not."""
+        try:
+            quotas = self._quotas.now()
+        except RewarmError as error:
+            _log.warning("%s: the quotas stay as they were: %s", self._paths.root, error)
+            return
+        held = self._order.held()
+        for tenant, num_bytes in held.items():
+            limit = quotas.limit_bytes(tenant, self._capacity_bytes)
+            if num_bytes > limit:
+                names = self._order.pop_of(tenant, num_bytes - limit + limit // 50)
+                removed = [name for name in names if self._unlink(name)]
+                self._note_evicted(sum(map(self._order.size_of, removed)), len(removed))
+                self._changed = True
+        told = {tenant.hex(): num_bytes for tenant, num_bytes in self._order.held().items() if tenant != NO_TENANT}
+        if told != self._told_tenants:
+            with suppress(OSError):  # for people; a full disk is what a janitor is for
+                replace_file(self._paths.tenants, to_text(told))
+                self._told_tenants = told
 
     def _evict_undescribed(self) -> int:
         """Remove records that no description tells how to read: no server that is to come can use them."""
@@ -297,11 +323,13 @@ class RootJanitor:
     def _fold(self, reader: SessionReader) -> None:
         """Newest stores first: the last chunk of a context, which no other one needs, is to go before its first."""
         entries = [entry for entry in reader.read() if entry[1] in self._numbers]
-        for did, namespace_id, key in reversed(entries):
+        for did, namespace_id, key, _ in reversed(entries):
             if did is Did.STORED:
                 self._order.add(self._numbers[namespace_id] + key)
-        for did, namespace_id, key in entries:
-            if did is Did.TOUCHED:
+        for did, namespace_id, key, tenant in entries:
+            if did is Did.OWNED:
+                self._order.own(self._numbers[namespace_id] + key, tenant)
+            elif did is Did.TOUCHED:
                 self._order.touch(self._numbers[namespace_id] + key)
             elif did is Did.DAMAGED:
                 self._quarantine(namespace_id, key)
@@ -345,13 +373,13 @@ class RootJanitor:
         if not self._changed:
             return
         body = bytearray(ORDER_ENTRY.pack(*_SHARE_ENTRY, _SHARE.pack(self._order.small_share)))
-        for name, state in self._order.dump():
-            body += ORDER_ENTRY.pack(state, self._namespaces[int.from_bytes(name[:2], "little")].id, name[2:])
+        for name, state, tenant in self._order.dump():
+            body += ORDER_ENTRY.pack(state, tenant, self._namespaces[int.from_bytes(name[:2], "little")].id, name[2:])
         replace_file(self._paths.order, ORDER_MAGIC + crc32c(memoryview(body)).to_bytes(4, "little") + body)
         self._changed = False
 
-    def _load_order(self) -> Iterator[tuple[bytes, int]]:
-        """(name, state) of what was saved; the share that the small queue had is taken over."""
+    def _load_order(self) -> Iterator[tuple[bytes, int, bytes]]:
+        """(name, state, tenant) of what was saved; the share that the small queue had is taken over."""
         try:
             content = read_small_file(self._paths.order, _MAX_ORDER_BYTES)
         except FileNotFoundError:
@@ -365,8 +393,8 @@ class RootJanitor:
         if not whole or crc32c(body) != int.from_bytes(content[4:8], "little"):
             _log.warning("%s is damaged: records are evicted in another order than they were used", self._paths.order)
             return
-        for state, namespace_id, key in ORDER_ENTRY.iter_unpack(body):
+        for state, tenant, namespace_id, key in ORDER_ENTRY.iter_unpack(body):
             if namespace_id in self._numbers:
-                yield self._numbers[namespace_id] + key, state
-            elif (state, namespace_id) == _SHARE_ENTRY:
+                yield self._numbers[namespace_id] + key, state, tenant
+            elif (state, tenant, namespace_id) == _SHARE_ENTRY:
                 self._order.small_share = min(MAX_SHARE, max(MIN_SHARE, _SHARE.unpack(key)[0]))
