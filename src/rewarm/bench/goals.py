@@ -29,7 +29,7 @@ else:
 GOALS_FILE = Path(__file__).with_name("goals.toml")
 """The project's own; ``bench/goals.toml`` of a clone is a link to it."""
 
-BENCHES = ("kv", "device", "scale")
+BENCHES = ("kv", "device", "scale", "policy")
 """Kinds of bench that goals may stand for; what one of them does not measure is not missed in the other."""
 
 Goals = Mapping[str, Mapping[str, Any]]

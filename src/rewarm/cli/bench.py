@@ -235,9 +235,12 @@ def trace(kind: str, target: Path, seed: int, scale: float) -> None:
     help="Replay a server's log of decisions instead.",
 )
 @click.option("--check", is_flag=True, help="Exit with 1 when a goal falls short.")
+@click.option(
+    "--goals", "goals_file", type=click.Path(path_type=Path), metavar="FILE", help="Other goals than Rewarm's own."
+)
 @json_option
 @quiet_option
-def policy(cases: int, trace: Path | None, check: bool, as_json: bool) -> int:
+def policy(cases: int, trace: Path | None, check: bool, goals_file: Path | None, as_json: bool) -> int:
     """Loading against computing on simulated servers: how near policy auto comes to the best schedule."""
     if trace is not None:
         _replay(trace, as_json=as_json)
@@ -247,14 +250,10 @@ def policy(cases: int, trace: Path | None, check: bool, as_json: bool) -> int:
 
     if cases < 2:
         raise UsageError(f"--cases is {cases}", hint="at least 2")
+    goals = _goals(goals_file, "policy")
     with progress("bench policy", cases * len(Knowledge)) as advance:
         report = study.run(cases, command=_command_line(), step=lambda: advance(1))
-    if as_json:
-        click.echo(report.to_json(), nl=False)
-    else:
-        goals = [(figure.name, f"{figure.value:.3f} {figure.unit}", figure.goal or "-") for figure in report.figures]
-        print_table(("figure", "value", "goal"), goals)
-    return _verdict(report, check=check)
+    return _publish(report, goals, check=check, as_json=as_json, conditions=("cases",))
 
 
 def _replay(path: Path, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rewarm.kv.costs import LOAD_OVERHEAD_S, Costs
+from rewarm.kv.costs import Costs
 from rewarm.kv.plan import MAX_PLANNED, Job, Lanes, lane_ends_s, spread
 from rewarm.kv.policy import Decision, Part, PrefixHit, Reason
 from rewarm.kv.rates import pairs_of
@@ -21,16 +21,17 @@ STAY_BELOW = 0.03
 """A single request goes where the last one went while the other lane is no more than this faster."""
 CUT_GAIN = 0.15
 """A load is cut where computing its rest ends at least this much sooner: predictions are wrong by about as much."""
+MIN_CUT_GAIN_S = 0.01
 PROBE_AFTER_S = 10.0
 """A lane that was not seen for so long is probed ..."""
 PROBE_SHARE = 0.01
-"""... once that costs no more than this part of what requests took since then."""
+"""... once that costs no more than this part of what requests took since then, which all went the other way."""
 PROBE_BYTES = 64 << 20
 """What a probe of storage loads at least, where so much is stored."""
 PACE_CHANGE = 0.05
 """A plan is made anew when storage has become this much faster or slower."""
-MIN_HOLD_GAIN_S = 0.04
-"""A request is held back for loads behind it only where they would else wait this long: it costs a step."""
+MIN_HOLD_GAIN_S = 0.015
+"""A request is held back for loads behind it only where they would else wait this long: it costs an empty step."""
 _NEVER = float("-inf")
 
 _Answer = tuple[Reason, "float | None", "float | None", "float | None"]
@@ -49,6 +50,8 @@ class _Ask:
     chunks_left: float = 0.0
     """Of its load."""
     was_held: bool = False
+    is_alone: bool = False
+    """Its load began when nothing else was under way, and nothing has come to be since."""
     was_cut: bool = False
     decision: Decision | None = None
 
@@ -59,7 +62,7 @@ class _Unseen:
 
     since: float
     work_s: float = 0.0
-    """What requests have taken since then."""
+    """What requests have taken since then that went the other way."""
 
 
 @dataclass(slots=True)
@@ -112,6 +115,8 @@ class LoadPolicy:
         """Decisions since they were last taken; no Decision: the request has to wait. Emptied by the caller."""
         self.ended: list[Decision] = []
         """Decisions whose outcome is known; emptied by the caller."""
+        self.is_hurried = False
+        """Whether a request was held back since the last step: the next one should come at once."""
         self.costs = costs
         self._prefill_limit = prefill_limit or costs.step_tokens
         self._clock = clock
@@ -147,6 +152,10 @@ class LoadPolicy:
         ask.position = hit.num_resident_tokens + num_tokens
         ask.is_loading = num_tokens > 0
         ask.chunks_left = self.costs.chunks_of(hit, num_tokens)
+        ask.is_alone = ask.is_loading and len(self._active) == 1
+        if not ask.is_alone:
+            for other in self._active.values():
+                other.is_alone = False
         if self._view is not None:
             self._view.to_load.discard(hit.request_id)
             self._view.queued_bytes += ask.chunks_left * self.costs.chunk_bytes
@@ -165,6 +174,7 @@ class LoadPolicy:
         """A step was given out, with the prompt tokens that it computes."""
         self._steps[step] = (self._clock(), parts)
         self._promised.clear()
+        self.is_hurried = False
 
     def step_ended(self, step: int) -> None:
         """Its results are here."""
@@ -216,6 +226,9 @@ class LoadPolicy:
             return
         if ask.decision is not None:
             ask.decision.load_s = self._clock() - ask.decision.at
+            if ask.is_alone and num_good_tokens == ask.position:
+                num_chunks = self.costs.chunks_of(ask.hit, ask.decision.num_load_tokens)
+                self.costs.observe_load(num_chunks, ask.decision.load_s)
         ask.is_loading = False
         ask.position, ask.chunks_left = num_good_tokens, 0.0
         if not num_good_tokens:  # the server asks again
@@ -238,8 +251,7 @@ class LoadPolicy:
         decision = self._active.pop(request_id).decision
         if decision is not None:
             decision.actual_s = now - decision.at
-            for unseen in self._unseen.values():
-                unseen.work_s += decision.actual_s
+            self._unseen[not decision.num_load_tokens].work_s += decision.actual_s
             self.ended.append(decision)
 
     def _decision(self, answer: _Answer, ask: _Ask) -> Decision:
@@ -286,6 +298,7 @@ class LoadPolicy:
         num_chunks, reason = self._probe(num_chunks, hit, view, load_s, compute_s)
         if not num_chunks and self._should_hold(ask, view, own_s):
             ask.was_held = True
+            self.is_hurried = True
             self._promised.update((name, view.shares[name]) for name in view.to_load)
             self.made.append((Reason.HOLD, None))
             return None
@@ -360,8 +373,10 @@ class LoadPolicy:
                 continue
             prefixes.add(hit.prefix)
             hits.append(hit)
-            jobs.append(Job(self.costs.load_s(hit.num_chunks) - LOAD_OVERHEAD_S, compute_s, tail_s))
-        lanes = Lanes(queued * pace, self._backlog_s(view) + view.waiting_s, LOAD_OVERHEAD_S, self._rests_end_s(pace))
+            jobs.append(Job(self.costs.load_s(hit.num_chunks) - self.costs.overhead_s, compute_s, tail_s))
+        lanes = Lanes(
+            queued * pace, self._backlog_s(view) + view.waiting_s, self.costs.overhead_s, self._rests_end_s(pace)
+        )
         chosen = spread(jobs, lanes, lambda index, seconds: self.costs.split(hits[index], seconds))
         for hit, share in zip(hits, chosen, strict=True):
             view.shares[hit.request_id] = share
@@ -385,7 +400,8 @@ class LoadPolicy:
             if self._may_probe(self.costs.load_s(size), storage=True):
                 return size, Reason.PROBE_LOAD
             return 0, Reason.COMPUTE_FASTER if view.is_single else Reason.SPREAD_COMPUTE
-        if view.is_single and self._may_probe(compute_s - load_s, storage=False):
+        loss_s = compute_s - load_s
+        if view.is_single and loss_s <= STAY_BELOW * load_s and self._may_probe(loss_s, storage=False):
             return 0, Reason.PROBE_COMPUTE
         if num_chunks < hit.num_chunks:
             return num_chunks, Reason.SPLIT
@@ -414,7 +430,7 @@ class LoadPolicy:
         rest_s = self.costs.compute_s(max(last.hit.num_resident_tokens, loaded), last.hit.num_request_tokens)
         end_s = max(self._rests_end_s(pace), lane_s)
         end_if_cut_s = max(self._rests_end_s(pace, without=last), lane_s - self._rest_s(last) + rest_s)
-        if end_s - end_if_cut_s <= max(CUT_GAIN * end_s, LOAD_OVERHEAD_S):
+        if end_s - end_if_cut_s <= max(CUT_GAIN * end_s, MIN_CUT_GAIN_S):
             return []
         last.was_cut = True
         self.made.append((Reason.CUT, last.decision))

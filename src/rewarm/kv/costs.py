@@ -8,7 +8,12 @@ from rewarm.kv.policy import PrefixHit
 from rewarm.kv.rates import PrefillModel, StorageRates
 
 LOAD_OVERHEAD_S = 0.01
-"""What a load costs besides its bytes: orders, the last copy, the step in which its end is seen; as seen on an H200."""
+"""What a load costs besides its bytes until that is learned: orders, the last copy, the step in which its end is seen.
+About 10 ms on an H200.
+"""
+MAX_OVERHEAD_S = 0.05
+OVERHEAD_WEIGHT = 0.2
+"""Of the newest load that tells it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +27,13 @@ class Costs:
     """Of all ranks together."""
     step_tokens: int
     """Tokens that the server computes in one step at most."""
+    overhead_s: float = LOAD_OVERHEAD_S
+    """What a load costs besides its bytes."""
+
+    def observe_load(self, num_chunks: int, seconds: float) -> None:
+        """Take in a load that had both lanes for itself."""
+        over_s = min(MAX_OVERHEAD_S, max(0.0, seconds - self.storage.seconds(num_chunks, self.chunk_bytes)))
+        self.overhead_s += OVERHEAD_WEIGHT * (over_s - self.overhead_s)
 
     def pace(self) -> float | None:
         """Seconds a byte of long loads; None: too little is known to predict anything."""
@@ -29,7 +41,7 @@ class Costs:
 
     def load_s(self, num_chunks: int) -> float:
         """To load so many chunks when nothing else is being loaded."""
-        return LOAD_OVERHEAD_S + self.storage.seconds(num_chunks, self.chunk_bytes)
+        return self.overhead_s + self.storage.seconds(num_chunks, self.chunk_bytes)
 
     def compute_s(self, begin: int, end: int) -> float:
         """To compute the tokens [begin, end) of a prompt, with what the steps cost for themselves; its last token is
@@ -46,11 +58,11 @@ class Costs:
     def split(self, hit: PrefixHit, seconds: float) -> tuple[float, float, float]:
         """(share, seconds of loading, seconds of computing) of the longest part that loads in ``seconds``."""
         chunk_s = self.storage.seconds(hit.num_chunks, self.chunk_bytes) / hit.num_chunks
-        num_chunks = int((seconds - LOAD_OVERHEAD_S) / chunk_s) if chunk_s > 0 else hit.num_chunks
+        num_chunks = int((seconds - self.overhead_s) / chunk_s) if chunk_s > 0 else hit.num_chunks
         if num_chunks <= 0:
             return 0.0, 0.0, 0.0
         num_chunks = min(num_chunks, hit.num_chunks)
-        load_s = self.load_s(num_chunks) - LOAD_OVERHEAD_S
+        load_s = self.load_s(num_chunks) - self.overhead_s
         return num_chunks / hit.num_chunks, load_s, self.rest_s(hit, num_chunks)
 
     def tokens_of(self, hit: PrefixHit, num_chunks: int) -> int:

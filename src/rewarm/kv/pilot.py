@@ -92,6 +92,11 @@ class Pilot:
         """Whether it wants to know of requests before the server asks about them."""
         return self._policy.name == "auto" and not self._is_off
 
+    @property
+    def is_hurried(self) -> bool:
+        """Whether a request was held back since the last step: the next one should come at once."""
+        return self._policy.is_hurried
+
     def learn(self, hit: PrefixHit) -> None:
         """A request that waits, and what of it is stored."""
         self._guard(lambda: self._policy.learn(hit), None)

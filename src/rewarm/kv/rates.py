@@ -18,6 +18,9 @@ MIN_WINDOW_S = 0.02
 """Shorter windows are kept until they add up: a single chunk says more of latency than of bandwidth."""
 STEP_DECAY = 0.96
 """What an observed prefill step weighs after the next one: half after 17."""
+ODD_STEP, ODD_WEIGHT = 3.0, 0.1
+"""A step so many times slower or faster than expected (something was compiled, say) weighs little
+unless the next one is odd too."""
 STEP_WORK = 256
 """Tokens that cost about what a step costs by itself."""
 PRIOR_WEIGHT = 0.5
@@ -140,6 +143,7 @@ class PrefillModel:
         self._moments = [[0.0] * 3 for _ in range(3)]
         self._target = [0.0] * 3
         self._has_seen = False
+        self._was_odd = False
         self._solved: tuple[float, float, float] | None = None
         if len(prior) == 3 and prior[1] + prior[2] > 0:
             for tokens, begin in ((256, 0), (4096, 0), (4096, 12288)):
@@ -162,10 +166,16 @@ class PrefillModel:
         """Take in a step that computed ``tokens`` prompt tokens."""
         if seconds <= 0 or tokens <= 0:
             return
+        weight = 1.0
+        if self._has_seen:
+            expected_s = _step_s(self.coefficients, tokens, pairs)
+            is_odd = not expected_s / ODD_STEP <= seconds <= expected_s * ODD_STEP
+            weight = ODD_WEIGHT if is_odd and not self._was_odd else 1.0
+            self._was_odd = is_odd
         for row in self._moments:
             row[:] = [value * STEP_DECAY for value in row]
         self._target = [value * STEP_DECAY for value in self._target]
-        self._add(tokens, pairs, seconds, 1.0)
+        self._add(tokens, pairs, seconds, weight)
 
     def seconds(self, begin: int, end: int) -> float:
         """Seconds that the tokens [begin, end) of one prompt cost, without what each step costs by itself."""

@@ -73,10 +73,10 @@ def test_the_best_schedule_is_no_worse_than_any_order_and_choice() -> None:
 
 def test_auto_comes_near_the_best_schedule_and_does_no_harm() -> None:
     results = [judge_case(make_case(number), Knowledge.SEEN) for number in range(80)]
-    assert statistics.fmean(result.to_best for result in results) <= study.MEAN_TO_BEST
-    assert max(result.to_best for result in results) <= study.WORST_TO_BEST
+    assert statistics.fmean(result.to_best for result in results) <= 1.1
+    assert max(result.to_best for result in results) <= 1.6
     assert statistics.fmean(result.to_fixed for result in results) <= 0.97
-    assert sum(result.to_fixed > study.WORST_TO_FIXED for result in results) <= 0.03 * len(results)
+    assert sum(result.to_fixed > study.HARM for result in results) <= 0.03 * len(results)
     assert not any(result.idle_waits for result in results)
 
 

@@ -303,3 +303,45 @@ def test_a_step_with_next_to_no_tokens_left_takes_no_new_prompt() -> None:
     assert rig.ask(rig.hit("b", 62)) is None
     rig.compute(rig.hit("a"))
     assert rig.ask(rig.hit("b", 62)) == 0
+
+
+def test_what_a_load_costs_besides_its_bytes_is_learned_from_those_that_were_alone() -> None:
+    rig = Rig(chunk_s=0.01)
+    for number in range(30):
+        hit = rig.hit(str(number), 4)
+        assert rig.ask(hit) == hit.num_stored_tokens
+        rig.run_step(0.04 + 0.002)
+        rig.deliver(hit.request_id, 4, 0.04)
+        rig.policy.load_ended(hit.request_id, hit.num_stored_tokens)
+        rig.compute(hit, hit.num_stored_tokens)
+    assert rig.costs.overhead_s == pytest.approx(0.002, rel=0.1)
+    first, second = rig.hit("x", 4), rig.hit("y", 4)
+    for hit in (first, second):
+        rig.ask(hit)
+    rig.run_step(0.5)
+    for hit in (first, second):
+        rig.policy.load_ended(hit.request_id, hit.num_stored_tokens)
+    assert rig.costs.overhead_s == pytest.approx(0.002, rel=0.1)
+
+
+def test_a_request_that_was_held_back_is_asked_for_without_delay() -> None:
+    rig = Rig(chunk_s=0.03)
+    hits = [rig.hit(name) for name in "abcd"]
+    for hit in hits:
+        rig.policy.learn(hit)
+    assert None in [rig.ask(hit) for hit in hits]
+    assert rig.policy.is_hurried
+    rig.run_step(0.001)
+    assert not rig.policy.is_hurried
+
+
+def test_compute_is_probed_only_where_that_costs_next_to_nothing() -> None:
+    rig = Rig(chunk_s=0.01)
+    for number in range(100):
+        hit = rig.hit(str(number))
+        assert rig.ask(hit) == hit.num_stored_tokens
+        rig.run_step(0.65)
+        rig.deliver(hit.request_id, 64, 0.64)
+        rig.policy.load_ended(hit.request_id, hit.num_stored_tokens)
+        rig.compute(hit, hit.num_stored_tokens)
+    assert Reason.PROBE_COMPUTE not in rig.reasons()

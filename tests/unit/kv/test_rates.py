@@ -118,6 +118,19 @@ def test_one_step_is_enough_to_predict_such_steps() -> None:
     assert all(coefficient >= 0 for coefficient in model.coefficients)
 
 
+def test_one_step_in_which_something_was_compiled_changes_little() -> None:
+    model = PrefillModel()
+    for _ in range(10):
+        model.observe(4096, pairs_of(0, 4096), 0.4)
+    model.observe(4096, pairs_of(0, 4096), 8.0)
+    assert model.seconds(0, 4096) == pytest.approx(0.4, rel=0.3)
+    first = PrefillModel()
+    first.observe(4096, pairs_of(0, 4096), 8.0)
+    for _ in range(4):
+        first.observe(4096, pairs_of(0, 4096), 0.4)
+    assert first.seconds(0, 4096) < 3.0, "where it was the first one it is outvoted"
+
+
 def test_a_gpu_that_turns_slow_is_followed() -> None:
     model = PrefillModel()
     for factor, count in ((1, 50), (3, 50)):

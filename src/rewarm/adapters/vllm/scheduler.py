@@ -255,6 +255,7 @@ class SchedulerSide:
         self._step += 1
         orders.step = self._step
         if self._pilot is not None:
+            orders.idle &= not self._pilot.is_hurried
             orders.cuts = self._pilot.begin_step(self._step, parts)
         if self._presence is None:
             orders.identity = self._setup.identity

@@ -81,6 +81,7 @@ class Server:
         self._roots = [Root(machine, width) for _ in machine.root_bytes_a_s]
         self._live: dict[str, _Live] = {}
         self._running: list[_Live] = []
+        self._is_hurried = False
         self._outcome = Outcome()
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
@@ -95,6 +96,7 @@ class Server:
                 self._clock.now_s = coming[-1].arrival_s
                 continue
             parts = self._schedule()
+            self._is_hurried = self._policy.is_hurried
             for name in self._policy.to_cut():
                 self._cut(self._live[name])
             self._policy.step_begun(step, parts)
@@ -163,7 +165,9 @@ class Server:
             end_s = now_s + self._machine.base_s + compute_s
         elif any(root.queue for root in self._roots):
             chunk_s = self._machine.chunk_bytes / max(self._machine.root_bytes_a_s)
-            idle_s = max(IDLE_STEP_S, chunk_s / 4)  # slow machines need no finer steps
+            idle_s = (
+                EMPTY_STEP_S if self._is_hurried else max(IDLE_STEP_S, chunk_s / 4)
+            )  # slow ones need no finer steps
             end_s = min(now_s + idle_s, *(root.next_end(now_s) for root in self._roots), next_arrival_s)
             end_s = max(end_s, now_s + 1e-6)
         else:
