@@ -73,7 +73,7 @@ def poison_and_let_go(server: Server) -> None:
     engine.hold(None)
     for _ in range(SPINS):
         usage = engine.usage()
-        if usage["free_slots"] == usage["num_slots"]:
+        if usage["free_slots"] == usage["num_slots"] and not usage["queued"]:  # a slow worker may not have begun yet
             break
         server.mini.step()
     else:

@@ -135,7 +135,8 @@ def test_a_missing_root_is_one_line_and_leaves_no_log(tmp_path: Path, monkeypatc
 
 
 _PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 sys.path.insert(0, {folder!r})
 import pytest, test_run
 from rewarm.cli.common import run as run_command
