@@ -12,6 +12,8 @@ from typing import Any
 
 KEPT_BUSY_S = 2.0
 """Seconds of busy time after which an observation of a root weighs half."""
+KEPT_A_WINDOW = 0.92
+"""What it weighs at most after the next one: short loads would else take hundreds to change an estimate."""
 JUMP = 2.0
 """A window this many times faster or slower than expected, twice in a row, means that the root has changed."""
 MIN_WINDOW_S = 0.02
@@ -77,7 +79,7 @@ class RootRate:
         expected_s = num_bytes / self.bytes_a_s if self.bytes_a_s > 0 else busy_s
         has_jumped = not expected_s / JUMP <= busy_s <= expected_s * JUMP
         self._jumps = self._jumps + 1 if has_jumped else 0
-        kept = 0.5 ** (busy_s / KEPT_BUSY_S)
+        kept = min(0.5 ** (busy_s / KEPT_BUSY_S), KEPT_A_WINDOW)
         if self._jumps >= 2 and self._busy_s:
             kept = min(kept, busy_s / 4 / self._busy_s)
         self._bytes = self._bytes * kept + num_bytes

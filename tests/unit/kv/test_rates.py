@@ -70,7 +70,15 @@ def test_one_odd_window_changes_little() -> None:
     for _ in range(100):
         rate.observe(0.1 * GB, 0.1)
     rate.observe(0.01 * GB, 0.1)
-    assert rate.bytes_a_s == pytest.approx(1 * GB, rel=0.05)
+    assert rate.bytes_a_s == pytest.approx(1 * GB, rel=0.1)
+
+
+def test_short_loads_change_an_estimate_within_dozens() -> None:
+    rate = RootRate()
+    for rate_gb, count in ((1.0, 100), (1.8, 30)):
+        for _ in range(count):
+            rate.observe(0.02 * rate_gb * GB, 0.02)
+    assert rate.bytes_a_s == pytest.approx(1.8 * GB, rel=0.08)
 
 
 def test_a_window_in_which_a_root_ran_dry_tells_only_how_fast_it_is_at_least() -> None:
