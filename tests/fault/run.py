@@ -59,9 +59,10 @@ def make_subject(name: str, engine: str, folder: Path, *, durable: bool = False)
         from subject_engine import EngineSubject
 
         return EngineSubject(engine)
-    from subject_volume import VolumeSubject, share_one_janitor
+    from subject_volume import VolumeSubject, share_one_janitor, wait_for_slow_machines
 
     share_one_janitor()
+    wait_for_slow_machines()
     if name == "volume":
         return VolumeSubject(engine, durable=durable)
     from subject_rewarm import RewarmSubject

@@ -26,7 +26,7 @@ from mini_server import (
     make_vllm_config,
     write_tiny_model,
 )
-from subject_volume import CAPACITY, WAIT_S, VolumeSubject
+from subject_volume import CAPACITY, LOAD_DEADLINE_S, WAIT_S, VolumeSubject
 
 from rewarm.engine.record import PAGE_BYTES, record_bytes
 from rewarm.kv.keys import chunk_id, shard_key
@@ -180,8 +180,9 @@ def make_config(folder: Path, root: Path, kind: str, model: str, **more: Any) ->
     if not where.exists():
         write_tiny_model(where, tag=model)
     extra = {"roots": [str(root)], "chunk_tokens": CHUNK_TOKENS, "engine": kind, "ring_bytes": 1 << 20}
+    extra |= {"store_buffer_bytes": 1 << 20, "load_deadline_s": LOAD_DEADLINE_S}
     return make_vllm_config(
-        where, extra | {"store_buffer_bytes": 1 << 20} | more, NUM_BLOCKS,
+        where, extra | more, NUM_BLOCKS,
         kv_connector="RewarmConnector", kv_connector_module_path="rewarm.adapters.vllm",
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from rewarm.engine import ENGINE_KINDS, probe_engines
 pytestmark = pytest.mark.skipif(bool(faultshim.missing()), reason=faultshim.missing())
 PROGRAM = Path(__file__).with_name("run.py")
 NATIVE = "pure" if probe_engines()["threads"] else "threads"
-"""The fastest one whose every system call passes through the C library, where it can be struck."""
+READS = [fault.name for fault in FAULTS if fault.name.startswith("read-")]
 
 
 def campaign(*arguments: str, limit_s: float = 600) -> tuple[dict[str, Any], str]:
@@ -69,6 +69,18 @@ def test_no_wrong_byte_from(subject: str, kind: str) -> None:
     assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
 
 
+def test_every_fault_in_a_read_strikes_a_ring_too() -> None:
+    if reason := probe_engines()["io_uring"] or faultshim.missing_for_rings():
+        pytest.skip(reason)
+    only = [f"--kind={name}" for name in READS]
+    report, stories = campaign("--subject", "volume", "--engine", "io_uring", "--count", "70", *only)
+    assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
+    assert {name: kind["injected"] for name, kind in report["kinds"].items()} == {
+        name: kind["cases"] for name, kind in report["kinds"].items()
+    }
+    assert set(report["kinds"]) == set(READS)
+
+
 def test_no_wrong_byte_from_a_volume_that_syncs() -> None:
     """A store has more steps that can fail, or be the last."""
     kinds = [f"--kind={kind}" for kind in ("store-enospc", "store-eio", "kill-store")]
@@ -91,11 +103,14 @@ def test_a_broken_engine_below_a_volume_is_seen(broken: str, kinds: tuple[str, .
 
 
 @pytest.mark.vllm
-def test_the_whole_serves_no_wrong_byte() -> None:
-    """A seeded sample of 500 faults through the connector's two halves; the full count is `make test-deep`."""
+@pytest.mark.parametrize("engine", [NATIVE, "io_uring"])
+def test_the_whole_serves_no_wrong_byte(engine: str) -> None:
+    """A seeded sample of 300 faults through the connector's two halves; the full count is `make test-deep`."""
     pytest.importorskip("vllm", reason="needs vLLM's own classes")
-    report, stories = campaign("--engine", NATIVE, "--count", "500")
-    assert report["injected"] >= 500
+    if reason := probe_engines()[engine]:
+        pytest.skip(reason)
+    report, stories = campaign("--engine", engine, "--count", "300")
+    assert report["injected"] >= 300
     assert report["wrong_blocks_served"] == report["failed_cases"] == 0, stories
 
 

@@ -14,6 +14,8 @@ import faultshim
 import pytest
 from faultshim import Action, Op, Shim
 
+from rewarm.engine import ENGINE_KINDS, probe_engines
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -44,6 +46,20 @@ try:
 except OSError as error:
     print(errno.errorcode[error.errno])
 """
+READ_BY_ENGINE = """
+import errno, sys
+from rewarm.engine import EngineConfig, alloc_aligned, open_engine
+from rewarm.engine.base import Read
+memory = alloc_aligned(8192)
+memory.view[:] = b"-" * 8192
+engine = open_engine(EngineConfig(kind=sys.argv[2]))
+completion = engine.submit([Read(sys.argv[1] + "/whole", 0, memory.address, 8192)])
+assert completion.wait(30)
+[result] = completion.results()
+wrong = sum(bin(byte ^ ord("a")).count("1") for byte in memory.view)
+print(errno.errorcode[result] if result else wrong)
+engine.close()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +73,8 @@ def shim(tmp_path: Path) -> Shim:
     return Shim(tmp_path / "control")
 
 
-def run(code: str, library: Path, shim: Shim, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, str(folder / "root")]
+def run(code: str, library: Path, shim: Shim, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(folder / "root"), *more]
     return subprocess.run(
         command, env=faultshim.preload(library, shim.path), capture_output=True, text=True, timeout=60, check=False
     )
@@ -113,6 +129,25 @@ def test_reads_that_fall_short_or_lie(library: Path, shim: Shim, tmp_path: Path,
     (tmp_path / "root" / "whole").write_bytes(b"a" * 8192)
     shim.arm(action, Op.READ, str(tmp_path / "root"), error=errno.EIO)
     assert run(READ, library, shim, tmp_path).stdout == f"{said}\n"
+
+
+@pytest.mark.parametrize("kind", ENGINE_KINDS)
+@pytest.mark.parametrize(
+    ("action", "said", "seen"),
+    [(Action.COUNT, "0", 1), (Action.SHORT, "0", 2), (Action.END, "ENODATA", 1), (Action.FLIP, "1", 1),
+     (Action.STALE, "24576", 1), (Action.FAIL, "EIO", 1)],
+)  # fmt: skip
+def test_reads_of_every_engine(
+    library: Path, shim: Shim, tmp_path: Path, kind: str, action: Action, said: str, seen: int
+) -> None:
+    """Where the engine looks, so does the shim: a ring's entries too."""
+    if reason := probe_engines()[kind] or (kind == "io_uring" and faultshim.missing_for_rings()):
+        pytest.skip(reason)
+    (tmp_path / "root" / "whole").write_bytes(b"a" * 8192)
+    shim.arm(action, Op.READ, str(tmp_path / "root"), error=errno.EIO)
+    done = run(READ_BY_ENGINE, library, shim, tmp_path, kind)
+    assert done.stdout == f"{said}\n", done.stderr
+    assert (shim.seen, shim.fired) == (seen, int(action is not Action.COUNT))
 
 
 def test_a_name_outside_is_left_alone(library: Path, shim: Shim, tmp_path: Path) -> None:

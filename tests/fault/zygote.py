@@ -54,7 +54,7 @@ class Zygote:
         os.close(self._to[0])
         os.close(self._from[1])
 
-    def run(self, job: Job, *args: Any, control: Path | None, limit_s: float = 60.0) -> Death:
+    def run(self, job: Job, *args: Any, control: Path | None, limit_s: float = 600.0) -> Death:
         """Run a job in a fresh child under the shim orders that lie in ``control``."""
         request = pickle.dumps((job, args, control, limit_s))
         os.write(self._to[1], _LENGTH.pack(len(request)) + request)
