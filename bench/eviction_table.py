@@ -54,7 +54,7 @@ def section(document: dict[str, Any]) -> str:
         "",
         "Tokens loaded, % of those that the server's memory lacked; the volume holds so much of a trace's bytes:",
         "",
-        "| trace | volume | optimum | rewarm | LRU | S3-FIFO, a tenth | the same, loads alone count (before) |",
+        "| trace | volume | optimum | rewarm | LRU | S3-FIFO, a tenth | the same, loads alone count |",
         "|---|---|---|---|---|---|---|",
     ]
     for (trace, percent), row in hits.items():

@@ -61,7 +61,8 @@ class KvConfig(Section):
     capacity_bytes: int = 0
     """Bytes that the volume may hold over all roots, like 200GiB, when it is made; an existing one keeps its own."""
     chunk_tokens: int = 0
-    """Tokens in one record, a multiple of the server's block. 0: chosen so that a record is 4 to 64 MiB."""
+    """Tokens in one record, a multiple of the server's block. 0: the smallest power of two of
+    blocks that makes a record of 4 MiB, or of 16 MiB where the KV cache lies on a device."""
     policy: str = "always_load"
     """always_load: what is found is loaded; auto: what is sooner, loading or computing, by what this server measures;
     never: everything is computed, for a comparison."""
