@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,36 @@ def test_the_device_bench_refuses_bad_input_and_changes_nothing(
     assert run(cli, ["bench", "device", *words]) == code
     assert said in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_is_written_replayed_and_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trace, chart = tmp_path / "agents.jsonl", tmp_path / "hits.svg"
+    assert run(cli, ["bench", "trace", "agents", "--to", str(trace), "--scale", "0.05"]) == ExitCode.DONE
+    assert run(cli, ["bench", "trace", "agents", "--to", str(trace)]) == ExitCode.USAGE, "it is there"
+    capfd.readouterr()
+    words = ["--trace", str(trace), "--memory", "2GiB", "--chart", str(chart), "--json"]
+    assert run(cli, ["bench", "eviction", *words]) == ExitCode.DONE
+    document = json.loads(capfd.readouterr().out)
+    assert {figure["name"] for figure in document["figures"]} >= {
+        "eviction.token_hits.agents.10pct@rewarm",
+        "eviction.written_gb_per_day.agents@on_reuse",
+    }
+    assert "<svg" in chart.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--trace", "poems"], ExitCode.USAGE, "'poems' is no trace"),
+        (["--trace", "{root}/bad.jsonl"], ExitCode.DAMAGE, "bad.jsonl:1 is no line of a trace"),
+        (["--memory", "much"], ExitCode.USAGE, "'much' is not a size"),
+        (["--scale", "0"], ExitCode.USAGE, "--scale is 0"),
+        (["--chart", "{root}/chart.png"], ExitCode.USAGE, "does not end in .svg"),
+    ],
+)
+def test_the_eviction_bench_refuses_bad_input(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: ExitCode, said: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n", encoding="utf-8")
+    assert run(cli, ["bench", "eviction", *(word.format(root=tmp_path) for word in arguments)]) == code
+    assert said in capfd.readouterr().err

@@ -22,6 +22,8 @@ from volumes import MIB, Bench, load, namespace_of, record_files, record_path, s
 from rewarm.cli.common import run
 from rewarm.cli.main import cli
 from rewarm.volume import Outcome, create_volume
+from rewarm.volume.layout import RootPaths
+from rewarm.volume.quota import tenant_of
 
 Captured = pytest.CaptureFixture[str]
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "volume.md"
@@ -293,3 +295,42 @@ def test_a_record_that_is_gone_is_no_damage(filled: str, capsys: Captured) -> No
     bench.close()
     code, report = call(capsys, "verify", filled)
     assert (code, report["num_records"]) == (0, 29)
+
+
+def test_quota_sets_shows_and_takes_away(filled: str, capsys: Captured) -> None:
+    assert call(capsys, "quota", filled) == (
+        0,
+        {"schema": "rewarm.volume.quota/1", "default_share": 1.0, "tenants": []},
+    )
+    call(capsys, "quota", filled, "--default", "25%")
+    code, shown = call(capsys, "quota", filled, "--tenant", "acme", "--max", "2MiB")
+    digest = tenant_of("acme").hex()
+    assert (code, shown["default_share"]) == (0, 0.25)
+    assert shown["tenants"] == [{"tenant": digest, "share": 0.25, "bytes": 0}]
+    Path(RootPaths(filled).tenants).write_text(json.dumps({digest: 4096, "0b" * 7: 12}))
+    _, shown = call(capsys, "quota", filled, "--tenant", "acme", "--max", "50%")
+    assert shown["tenants"][0] == {"tenant": digest, "share": 0.5, "bytes": 4096}
+    assert shown["tenants"][1] == {"tenant": "0b" * 7, "share": 0.25, "bytes": 12}
+    _, shown = call(capsys, "quota", filled, "--tenant", "acme", "--remove")
+    assert shown["tenants"][0]["share"] == 0.25
+    assert "acme" not in Path(RootPaths(filled).quotas).read_text(), "no file has a salt"
+
+
+@pytest.mark.parametrize(
+    "words", [["--tenant", "a"], ["--max", "1%"], ["--tenant", "a", "--max", "1%", "--remove"], ["--default", "101%"]]
+)
+def test_quota_refuses_what_says_nothing(words: list[str], filled: str, capsys: Captured) -> None:
+    assert run(cli, ["volume", "quota", filled, *words]) == 2
+    assert not Path(RootPaths(filled).quotas).exists()
+
+
+def test_info_shows_the_wear_against_what_the_drive_is_rated_for(filled: str, capsys: Captured) -> None:
+    _, found = call(capsys, "info", filled, "--dwpd", "0.5")
+    (root,) = found["roots"]
+    assert root["written_bytes_total"] == root["written_bytes_last_day"] == root["written_bytes_per_day_mean"]
+    assert root["written_bytes_total"] == root["used_bytes"] > 0
+    assert root["rated_dwpd"] == 0.5
+    assert run(cli, ["volume", "info", filled, "--dwpd", "0.5"]) == 0
+    assert "of 0.5 rated" in capsys.readouterr().out
+    assert run(cli, ["volume", "info", filled]) == 0
+    assert "rated" not in capsys.readouterr().out

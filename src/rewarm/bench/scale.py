@@ -65,7 +65,7 @@ def run(root: Path, plan: Plan, *, command: str, step: Callable[[str], None] = l
     started, start = datetime.now(timezone.utc), time.monotonic()
     conditions = environment.describe(root)
     with ExitStack() as stack:
-        directory = stack.enter_context(work_directory(root, need_bytes=plan.num_records * _FILE_BYTES + GIB))
+        directory = stack.enter_context(work_directory(root.resolve(), need_bytes=plan.num_records * _FILE_BYTES + GIB))
         volume = _NamedVolume(directory, plan)
         volume.fill()
         step("names made")
