@@ -15,7 +15,7 @@ RESULT = ROOT / "bench" / "results" / "eviction.json"
 BEGIN, END = "<!-- eviction: bench/eviction_table.py -->\n", "<!-- /eviction -->\n"
 HITS = re.compile(r"eviction\.token_hits\.(.+)\.([0-9.]+)pct@(\w+)")
 WEAR = re.compile(r"eviction\.(written_gb_per_day|token_hits_by_rule)\.(.+)@(\w+)")
-ORDERS = ("optimum", "rewarm", "lru", "s3fifo", "s3fifo_loads_only")
+ORDERS = ("optimum", "rewarm", "lru", "s3fifo", "whole_prefix")
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def section(document: dict[str, Any]) -> str:
         "",
         "Tokens loaded, % of those that the server's memory lacked; the volume holds so much of a trace's bytes:",
         "",
-        "| trace | volume | optimum | rewarm | LRU | S3-FIFO, a tenth | the same, loads alone count |",
+        "| trace | volume | optimum | rewarm | LRU | S3-FIFO, a tenth (before) | rewarm, whole prefix |",
         "|---|---|---|---|---|---|---|",
     ]
     for (trace, percent), row in hits.items():

@@ -12,16 +12,17 @@ from array import array
 
 from rewarm.engine.scan import add_to_table
 
-_U64 = 0xFFFF_FFFF_FFFF_FFFF
+U64 = 0xFFFF_FFFF_FFFF_FFFF
 _MIN_SLOTS = 1024
 _MAX_LOAD = 0.6
-_ends = struct.Struct("<Q16xQ").unpack  # in one call: half of a look-up's time was slicing the key
+ends = struct.Struct("<Q16xQ").unpack
+"""The first and the last eight bytes of a key as numbers; in one call: slicing it was half of a look-up's time."""
 
 
 def fingerprint(key: bytes) -> int:
     """64 bits of a 32-byte key, never 0: le64(key[0:8]) ^ rotl64(le64(key[24:32]), 1)."""
-    head, tail = _ends(key)
-    return (head ^ (tail << 1 & _U64 | tail >> 63)) or 1
+    head, tail = ends(key)
+    return (head ^ (tail << 1 & U64 | tail >> 63)) or 1
 
 
 def table_bytes(count: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import tracemalloc
 from collections import OrderedDict
@@ -15,7 +16,8 @@ from rewarm.volume.quota import tenant_of
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(NAME_BYTES, "big")
+    """A namespace's number, and a digest as keys are, which ends with the number."""
+    return bytes(2) + hashlib.sha256(b"%d" % number).digest()[: NAME_BYTES - 10] + number.to_bytes(8, "big")
 
 
 def order_of(*numbers: int) -> EvictionOrder:
@@ -28,7 +30,7 @@ def order_of(*numbers: int) -> EvictionOrder:
 
 def popped(order: EvictionOrder, count: int) -> list[int | None]:
     names = [order.pop() for _ in range(count)]
-    return [None if one is None else int.from_bytes(one, "big") for one in names]
+    return [None if one is None else int.from_bytes(one[-8:], "big") for one in names]
 
 
 def test_what_was_never_used_goes_first_and_in_the_order_it_came() -> None:

@@ -114,8 +114,6 @@ class _Tracked:
     lookup: PrefixLookup | None = None
     hit: PrefixHit | None = None
     """What the last lookup found; None: there was none since the request was taken on."""
-    is_noted: bool = False
-    """Whether the chunks that it needed were noted as used."""
     is_prefill: bool = True
     """Prompt tokens are still computed, or come first again."""
 
@@ -223,9 +221,11 @@ class SchedulerSide:
             skip_blocks = first_block - index * self._chunk_blocks
             loads.append(ChunkLoad(lookup.chunks[index], array("q", ids), skip_blocks))
         self._orders.loads.append(LoadOrder(request.request_id, loads))
-        chunks = frozenset(load.chunk for load in loads)
-        self._loading[request.request_id] = _Loading(chunks, begin // chunk_tokens, begin, end)
-        self._note_use(tracked, end // chunk_tokens)
+        chunks = [load.chunk for load in loads]
+        self._loading[request.request_id] = _Loading(frozenset(chunks), begin // chunk_tokens, begin, end)
+        assert self._presence is not None
+        self._presence.touch(chunks)
+        self._note_owner(tracked, chunks)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
         """The orders of this step."""
@@ -416,7 +416,6 @@ class SchedulerSide:
                 ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
-                self._note_use(tracked, index)
                 self._note_owner(tracked, [chunk])
         tracked.num_considered = max(tracked.num_considered, num_ready)
 
@@ -424,16 +423,6 @@ class SchedulerSide:
         kv = self._setup.kv
         is_short = kv.store == "prompts_over_tokens" and tracked.request.num_prompt_tokens < kv.store_min_tokens
         return tracked.is_served and not kv.read_only and not is_short
-
-    def _note_use(self, tracked: _Tracked, num_chunks: int) -> None:
-        """Once a request that loads or stores: its first chunks were used, those too that the server's own blocks had,
-        since what is loaded and stored is worth nothing without them.
-        """
-        if not tracked.is_noted and self._presence is not None:
-            tracked.is_noted = True
-            chunks = [self._chunk_id(tracked, index) for index in range(num_chunks)]
-            self._presence.touch(chunks)
-            self._note_owner(tracked, chunks)
 
     def _note_owner(self, tracked: _Tracked, chunks: list[bytes]) -> None:
         """Of a tenant's request: its chunks count for the tenant's quota. All of them have its salt in their hashes."""

@@ -12,8 +12,8 @@ _LINES = {
     "optimum": ("offline optimum (Belady)", "#c2410c", "--"),
     "rewarm": ("rewarm", "#0b6e4f", "-"),
     "lru": ("LRU", "#5a5a5a", "-"),
-    "s3fifo": ("S3-FIFO, small queue a tenth", "#9a9a9a", "-"),
-    "s3fifo_loads_only": ("the same, before: loads alone count as uses", "#c9c9c9", ":"),
+    "s3fifo": ("S3-FIFO, small queue a tenth (before)", "#9a9a9a", "-"),
+    "whole_prefix": ("rewarm, a use counts for the whole prefix", "#5fb08f", ":"),
 }
 _NAME = re.compile(r"eviction\.token_hits\.(?P<trace>.+)\.(?P<percent>[0-9.]+)pct@(?P<order>\w+)")
 

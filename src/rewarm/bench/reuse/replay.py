@@ -11,6 +11,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from typing import Protocol
 
 from rewarm.bench.reuse.trace import BLOCK_TOKENS, Trace, TraceRequest
@@ -49,7 +51,7 @@ class VolumeOrder:
         """See Order."""
         name = self.order.pop()
         assert name is not None, "asked to evict from an empty volume"
-        return int.from_bytes(name, "big")
+        return int.from_bytes(name[-8:], "big")
 
 
 class FixedShare(VolumeOrder):
@@ -170,7 +172,7 @@ def replay(
     capacity_blocks: int,
     *,
     rule: StoreRule | None = None,
-    touch_whole_prefix: bool = True,
+    touch_whole_prefix: bool = False,
 ) -> Tally:
     """Run a trace against a volume of so many blocks.
 
@@ -179,7 +181,8 @@ def replay(
         order: Empty.
         capacity_blocks: At least 1.
         rule: Default: all that is computed is stored.
-        touch_whole_prefix: Whether a request that loads or stores counts as a use of all blocks before, too.
+        touch_whole_prefix: Whether a request that loads or stores counts as a use of all blocks before, too; else what
+            it loads is used.
     """
     tally, present, gate = Tally(), set[int](), _Gate(rule or StoreRule())
     for asked in trace:
@@ -283,6 +286,7 @@ def _next_uses(trace: Sequence[Asked]) -> Iterator[list[int]]:
     return reversed(found)
 
 
+@cache
 def _name(block: int) -> bytes:
-    """As a record's, in the namespace with number 0."""
-    return block.to_bytes(NAME_BYTES, "big")
+    """As a record's, in the namespace with number 0: the key is a digest that ends with the block."""
+    return bytes(2) + blake2b(block.to_bytes(8, "big"), digest_size=NAME_BYTES - 10).digest() + block.to_bytes(8, "big")

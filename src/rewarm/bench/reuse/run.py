@@ -43,12 +43,13 @@ BYTES_PER_TOKEN = 128 * KIB
 _DAY_S = 86_400.0
 
 ORDERS: dict[str, tuple[Callable[[], Order], bool]] = {
-    "rewarm": (VolumeOrder, True),
+    "rewarm": (VolumeOrder, False),
     "lru": (LeastRecentlyUsed, True),
-    "s3fifo": (FixedShare, True),
-    "s3fifo_loads_only": (FixedShare, False),
+    "s3fifo": (FixedShare, False),
+    "whole_prefix": (VolumeOrder, True),
 }
-"""Name to (order, whether a use counts for the whole prefix). The last is what Rewarm had before; see the guide."""
+"""Name to (order, whether a use counts for the whole prefix). The third is what Rewarm had before, the last one was
+tried and is not used; see the guide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+from rewarm.volume.janitor.names import name_hash
+
 _WAYS = 8
 _MIN_ENTRIES = 1024
 _TAG_BITS = 31
@@ -54,7 +56,7 @@ class Ghosts:
 
     def _where(self, name: bytes) -> tuple[int, int]:
         """(tag, first entry of the bucket); the tag is never 0."""
-        digest = hash(name) & _U64
+        digest = name_hash(name)
         tag = digest >> 64 - _TAG_BITS or 1
         return tag, (digest & len(self._entries) // _WAYS - 1) * _WAYS
 

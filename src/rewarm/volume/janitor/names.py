@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 
 NAME_BYTES = 34
@@ -10,6 +11,15 @@ NONE = 0xFFFF_FFFF
 """No number."""
 _MIN_PLACES = 1024
 _MAX_LOAD = 0.7
+_middle_of_key = struct.Struct("<18xQ8x").unpack
+
+
+def name_hash(name: bytes) -> int:
+    """64 bits of the key, which is a digest: of its middle, since names come sorted by its beginning. The same in every
+    process, so that replays can be repeated.
+    """
+    middle: int = _middle_of_key(name)[0]
+    return middle
 
 
 class NameTable:
@@ -33,7 +43,7 @@ class NameTable:
         """The number of a name; NONE: it is not in the set."""
         places, names = self._places, self._names
         mask = len(places) - 1
-        place = hash(name) & mask
+        place = name_hash(name) & mask
         while entry := places[place]:
             if names[(entry - 1) * NAME_BYTES : entry * NAME_BYTES] == name:
                 return entry - 1
@@ -65,12 +75,12 @@ class NameTable:
         places = self._places
         mask = len(places) - 1
         wanted = self.find(name) + 1
-        hole = hash(name) & mask
+        hole = name_hash(name) & mask
         while places[hole] != wanted:
             hole = (hole + 1) & mask
         place = hole
         while entry := places[place := (place + 1) & mask]:  # what lies behind moves up, so that no hole cuts a chain
-            if (place - hash(self.name(entry - 1))) & mask >= (place - hole) & mask:
+            if (place - name_hash(self.name(entry - 1))) & mask >= (place - hole) & mask:
                 places[hole] = entry
                 hole = place
         places[hole] = 0
@@ -82,7 +92,7 @@ class NameTable:
 
     def _place(self, name: bytes, entry: int) -> None:
         mask = len(self._places) - 1
-        place = hash(name) & mask
+        place = name_hash(name) & mask
         while self._places[place]:
             place = (place + 1) & mask
         self._places[place] = entry
