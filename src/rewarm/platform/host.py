@@ -69,7 +69,7 @@ def _engines() -> list[Finding]:
             reason or "available",
             expected="available",
             source="probed",
-            hint="" if not reason or native else "install Rewarm where gcc and CMake are, or use its binary wheel",
+            hint="" if not reason or native else "install Rewarm again where gcc and CMake are",
         )
         for kind, reason in reasons.items()
     ]
