@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/fault/results.py --count 10000 --parallel 5      # writes bench/results/faults.json
-    python tests/fault/results.py --page                          # puts its table into docs/guides/faults.md
+    python tests/fault/results.py --count 10000 --parallel 4      # bench/results/faults.json, and the table of its page
+    python tests/fault/results.py --page                          # the table alone, into docs/guides/faults.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from faultlist import FAULTS
 
 from rewarm.bench import environment
 from rewarm.bench.report import Figure, Report, measured, with_goal
+from rewarm.engine import probe_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "faults.json"
@@ -34,15 +36,18 @@ PAGE = ROOT / "docs" / "guides" / "faults.md"
 BEGIN, END = "<!-- table -->", "<!-- /table -->"
 PROGRAM = Path(__file__).with_name("run.py")
 HANG_S = 60.0
+ENGINES = ("threads", "io_uring")
+"""Those that servers run on; each gets the whole count. The pure one is for machines without a compiler."""
 
 
-def run_all(folder: Path, count: int, parallel: int) -> None:
-    """Each run's report, as a file of the folder: rewarm-SEED.json, peer.json, hang.json."""
+def run_all(folder: Path, engines: Sequence[str], count: int, parallel: int) -> None:
+    """Each run's report, as a file of the folder: threads-SEED.json, io_uring-SEED.json, peer.json, hang.json."""
     share = -(-count // parallel)
-    runs = {
-        f"rewarm-{seed}": ["--engine=threads", f"--seed={seed}", f"--count={share}"] for seed in range(1, parallel + 1)
-    }
-    _run(folder, runs)
+    for engine in engines:
+        seeds = range(1, parallel + 1)
+        _run(
+            folder, {f"{engine}-{seed}": [f"--engine={engine}", f"--seed={seed}", f"--count={share}"] for seed in seeds}
+        )
     _run(folder, {"peer": ["--subject=vllm-fs", f"--count={count}"]})
     _run(folder, {"hang": [f"--hang={HANG_S}"]})
 
@@ -57,18 +62,13 @@ def _run(folder: Path, runs: dict[str, list[str]]) -> None:
         process.wait()
 
 
-def figures(rewarm: Sequence[dict[str, Any]], peer: dict[str, Any], hang: dict[str, Any], count: int) -> list[Figure]:
+Runs = Sequence[dict[str, Any]]
+"""Reports of runs with one seed each."""
+
+
+def figures(rewarm: dict[str, Runs], peer: dict[str, Any], hang: dict[str, Any], count: int) -> list[Figure]:
     """The figures of a whole campaign."""
-
-    def total(name: str) -> Figure:
-        return measured(f"faults.{name}", "", [sum(run[name] for run in rewarm)], peers=[peer[name]])
-
-    injected = total("injected")
-    made = [with_goal(injected, f"at least {count}", holds=injected.value >= count)]
-    for name in ("wrong_blocks_served", "failed_cases"):
-        figure = total(name)
-        made.append(with_goal(figure, "0", holds=figure.value == 0))
-    made.append(total("cases_with_wrong_bytes"))
+    made = [figure for engine, runs in rewarm.items() for figure in _of_engine(engine, runs, peer, count)]
     units = {"hung_s": "s", "answered": "", "loads_given_up": ""}
     made += [measured(f"faults.hang.{name}", unit, [hang[name]]) for name, unit in units.items()]
     wrong = measured("faults.hang.wrong_blocks", "", [hang["wrong_blocks"]])
@@ -80,14 +80,29 @@ def figures(rewarm: Sequence[dict[str, Any]], peer: dict[str, Any], hang: dict[s
     return made
 
 
-def kinds(rewarm: Sequence[dict[str, Any]], peer: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts by kind of fault, of both sides."""
+def _of_engine(engine: str, runs: Runs, peer: dict[str, Any], count: int) -> list[Figure]:
+    def total(name: str) -> Figure:
+        return measured(f"faults.{name}", "", [sum(run[name] for run in runs)], peers=[peer[name]], engine=engine)
+
+    injected = total("injected")
+    made = [with_goal(injected, f"at least {count}", holds=injected.value >= count)]
+    for name in ("wrong_blocks_served", "failed_cases"):
+        figure = total(name)
+        made.append(with_goal(figure, "0", holds=figure.value == 0))
+    return [*made, total("cases_with_wrong_bytes")]
+
+
+def kinds(rewarm: dict[str, Runs], peer: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+    """Counts by kind of fault, of each engine and of the peer."""
     table: dict[str, dict[str, dict[str, int]]] = {}
     for fault in FAULTS:
-        mine: Counter[str] = Counter()
-        for run in rewarm:
-            mine.update(run["kinds"].get(fault.name, {}))
-        table[fault.name] = {"rewarm": dict(mine), "peer": peer["kinds"].get(fault.name, {})}
+        sides: dict[str, dict[str, int]] = {}
+        for side, runs in {**rewarm, "peer": [peer]}.items():
+            counts: Counter[str] = Counter()
+            for run in runs:
+                counts.update(run["kinds"].get(fault.name, {}))
+            sides[side] = dict(counts)
+        table[fault.name] = sides
     return table
 
 
@@ -97,27 +112,20 @@ def write(path: Path, report: Report, **more: Any) -> None:
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def conditions(folder: Path) -> dict[str, Any]:
-    """What a run is done on."""
-    return environment.describe(folder)
-
-
 def table(document: dict[str, Any]) -> str:
     """The Markdown table of the page."""
-    lines = [
-        "| fault | injected | wrong blocks served | on vLLM's fs tier | wrong blocks served |",
-        "|---|--:|--:|--:|--:|",
-    ]
+    columns = [*(f"`{engine}`" for engine in ENGINES), "wrong blocks served", "vLLM's fs tier", "wrong blocks served"]
+    lines = [f"| fault | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    sums: Counter[int] = Counter()
     for fault in FAULTS:
-        mine, peer = document["kinds"][fault.name]["rewarm"], document["kinds"][fault.name]["peer"]
-        cells = [
-            f"{side[key]:,}" if side else "-" for side in (mine, peer) for key in ("injected", "wrong_blocks_served")
-        ]
-        lines.append(f"| {fault.says} | {' | '.join(cells)} |")
-    totals = {figure["name"]: figure for figure in document["figures"]}
-    injected, wrong = totals["faults.injected"], totals["faults.wrong_blocks_served"]
-    cells = [f"{value:,.0f}" for value in (injected["value"], wrong["value"], injected["peer"], wrong["peer"])]
-    return "\n".join([*lines, f"| **all** | {' | '.join(cells)} |"])
+        sides = document["kinds"][fault.name]
+        mine, peer = [sides.get(engine, {}) for engine in ENGINES], sides["peer"]
+        cells = [*(side.get("injected") for side in mine), sum(side.get("wrong_blocks_served", 0) for side in mine)]
+        cells += [peer.get("injected"), peer.get("wrong_blocks_served")]
+        sums.update({column: cell for column, cell in enumerate(cells) if cell is not None})
+        lines.append(f"| {fault.says} | {' | '.join('-' if cell is None else f'{cell:,}' for cell in cells)} |")
+    totals = [f"{sums[column]:,}" for column in range(len(columns))]
+    return "\n".join([*lines, f"| **all** | {' | '.join(totals)} |"])
 
 
 def page_with(document: dict[str, Any]) -> str:
@@ -132,40 +140,41 @@ def main(argv: list[str]) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--count", type=int, default=10_000)
     options.add_argument("--parallel", type=int, default=1, help="runs at once, each with a seed of its own")
-    options.add_argument("--reports", type=Path, help="take the reports of runs that were done, from this folder")
     options.add_argument("--out", type=Path, default=RESULTS)
     options.add_argument("--page", action="store_true", help="put the table of --out into the page, no more")
     args = options.parse_args(argv)
     if args.page:
-        PAGE.write_text(page_with(json.loads(args.out.read_text(encoding="utf-8"))), encoding="utf-8")
+        _write_page(args.out)
         return 0
     started, begun = datetime.now(tz=timezone.utc), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rewarm-faults-") as temporary:
-        folder = args.reports or Path(temporary)
-        where = conditions(folder)
-        if args.reports is None:
-            run_all(folder, args.count, args.parallel)
-        rewarm = [_read(path) for path in sorted(folder.glob("rewarm-*.json"))]
+        folder = Path(temporary)
+        where = environment.describe(folder)
+        engines = [engine for engine in ENGINES if not probe_engines()[engine]]
+        run_all(folder, engines, args.count, args.parallel)
+        rewarm = {engine: [_read(path) for path in sorted(folder.glob(f"{engine}-*.json"))] for engine in engines}
         peer, hang = _read(folder / "peer.json"), _read(folder / "hang.json")
-        if args.reports is not None:
-            started = min(_began(path) for path in folder.glob("rewarm-*.json"))
     report = Report(
-        command=f"python tests/fault/results.py --count {args.count} --parallel {len(rewarm)}",
+        command=f"python tests/fault/results.py --count {args.count} --parallel {args.parallel}",
         started=started.isoformat(timespec="seconds"),
-        seconds=round(time.monotonic() - begun if args.reports is None else max(run["seconds"] for run in rewarm), 1),
+        seconds=round(time.monotonic() - begun, 1),
         figures=figures(rewarm, peer, hang, args.count),
         environment=where | {"loadavg_after": list(os.getloadavg())},
-        notes=[f"{run['subject']}: seed {run['seed']}, {run['injected']} injected" for run in [*rewarm, peer]],
+        notes=[
+            f"{run['subject']}: seed {run['seed']}, {run['injected']} injected"
+            for run in [*chain(*rewarm.values()), peer]
+        ],
     )
     write(args.out, report, kinds=kinds(rewarm, peer))
+    if args.out == RESULTS:
+        _write_page(RESULTS)
     for figure in report.shortfalls():
         print(f"{figure.name} is {figure.value:g}, goal: {figure.goal}", file=sys.stderr)
     return 1 if report.shortfalls() else 0
 
 
-def _began(path: Path) -> datetime:
-    ended = datetime.fromtimestamp(path.stat().st_mtime, tz=timezone.utc)
-    return ended - timedelta(seconds=_read(path)["seconds"])
+def _write_page(results: Path) -> None:
+    PAGE.write_text(page_with(_read(results)), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

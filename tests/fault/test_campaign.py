@@ -125,8 +125,8 @@ def test_a_broken_reader_below_the_connector_is_seen() -> None:
 @pytest.mark.deep
 @pytest.mark.vllm
 def test_ten_thousand() -> None:
-    """Keeps its figures in bench/results/faults.json."""
+    """On each engine; keeps the figures in bench/results/faults.json, and their table in docs/guides/faults.md."""
     pytest.importorskip("vllm", reason="needs vLLM's own classes")
-    command = [sys.executable, str(PROGRAM.with_name("results.py")), "--count", "10000", "--parallel", "2"]
+    command = [sys.executable, str(PROGRAM.with_name("results.py")), "--count", "10000", "--parallel", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * 3600, check=False)
     assert done.returncode == 0, done.stderr
