@@ -18,6 +18,7 @@ from rewarm.engine.checksum import crc32c
 from rewarm.errors import DamageError, FormatVersionError, RewarmError, StorageError, UsageError
 from rewarm.volume import Outcome, create_volume
 from rewarm.volume.info import volume_info
+from rewarm.volume.janitor import root_janitor
 from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths, read_root_file
 from rewarm.volume.usage import read_usage
@@ -313,6 +314,18 @@ def test_a_namespace_of_a_newer_format_is_refused_and_kept(root: str) -> None:
     assert janitor.evict(MIB) == 0
     janitor.finish()
     assert volume_info([root]).num_records == 8
+
+
+def test_an_order_that_cannot_be_saved_delays_no_eviction(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(RootPaths(root).order).unlink(missing_ok=True)
+    Path(RootPaths(root).order, "in the way").mkdir(parents=True)
+    janitor = RootJanitor(root)
+    with monkeypatch.context() as at_once:
+        at_once.setattr(root_janitor, "SAVE_S", 0.0)
+        janitor.prepare()
+    with pytest.raises(OSError, match="order"):
+        janitor.step()
+    janitor.step()  # the next try comes when it is due, so that no pause after an error grows
 
 
 STATE: dict[str, Callable[[RootPaths], object]] = {

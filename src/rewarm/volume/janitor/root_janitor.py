@@ -165,11 +165,11 @@ class RootJanitor:
         if now >= self._next_recount:
             self._recount()
         if now >= self._next_sync or usage.reserved_bytes - self._synced_bytes >= SYNC_BYTES:
+            self._next_sync, self._synced_bytes = now + SYNC_S, usage.reserved_bytes  # first: one that fails is not due
             write_mark(self._paths, host_name())
-            self._next_sync, self._synced_bytes = now + SYNC_S, usage.reserved_bytes
         if now >= self._next_save:
-            self.save_order()
             self._next_save = now + SAVE_S
+            self.save_order()
 
     def _recount(self) -> None:
         started = time.monotonic()
