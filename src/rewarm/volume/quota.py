@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rewarm.errors import DamageError, StorageError
+from rewarm.errors import DamageError, FormatVersionError, StorageError
 from rewarm.volume.layout import RootPaths, read_small_file, replace_file, to_text
 
 TENANT_BYTES = 7
 NO_TENANT = bytes(TENANT_BYTES)
 """Of requests without a cache_salt: no quota holds for them."""
 _FORMAT, _VERSION = "rewarm.quotas", 1
+_HINT = "remove this file, then set the quotas again with `rewarm volume quota`; until then no tenant has one"
 
 
 def tenant_of(cache_salt: str) -> bytes:
@@ -45,13 +46,16 @@ def read_quotas(root: str) -> Quotas:
 
     Raises:
         DamageError: The file is not what write_quotas() writes.
+        FormatVersionError: A newer Rewarm wrote it.
         StorageError: It cannot be read.
     """
     path = RootPaths(root).quotas
     try:
         found = json.loads(read_small_file(path))
-        if found["format"] != _FORMAT or found["version"] != _VERSION:
-            raise DamageError(f"{path} is of another format")
+        if found["format"] != _FORMAT:
+            raise DamageError(f"{path} is of another format", hint=_HINT)
+        if found["version"] > _VERSION:
+            raise FormatVersionError(path, found=found["version"], known=_VERSION)
         default = _share(found["default"])
         tenants = {bytes.fromhex(name): _share(share) for name, share in found["tenants"].items()}
     except FileNotFoundError:
@@ -59,7 +63,7 @@ def read_quotas(root: str) -> Quotas:
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"{path} says no quotas", hint="rewarm volume quota writes it anew") from error
+        raise DamageError(f"{path} says no quotas", hint=_HINT) from error
     return Quotas(default, tenants)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from volumes import MIB, RECORD_BYTES, Bench, key, namespace_of, record_path, store
 
-from rewarm.errors import DamageError
+from rewarm.errors import DamageError, FormatVersionError
 from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.quota import NO_TENANT, Quotas, WatchedQuotas, read_quotas, tenant_of, write_quotas
@@ -56,11 +56,31 @@ def test_an_unsound_file_is_said_once_and_the_quotas_before_hold_on(root: str, t
     assert watched.now().default == 0.5
     Path(RootPaths(root).quotas).unlink()
     Path(RootPaths(root).quotas).write_text(text)
-    with pytest.raises(DamageError):
+    with pytest.raises(FormatVersionError if '"version": 2' in text else DamageError):
         watched.now()
     assert watched.now().default == 0.5
     write_quotas(root, Quotas(0.75))
     assert watched.now().default == 0.75
+
+
+def test_the_hint_of_an_unsound_file_can_be_followed(root: str) -> None:
+    path = Path(RootPaths(root).quotas)
+    path.write_text("junk")
+    with pytest.raises(DamageError) as caught:
+        read_quotas(root)
+    assert "remove this file" in caught.value.hint
+    path.unlink()
+    assert read_quotas(root) == Quotas()
+
+
+def test_a_newer_file_is_refused_by_its_version(root: str) -> None:
+    write_quotas(root, Quotas(0.5))
+    path = Path(RootPaths(root).quotas)
+    newer = path.read_text().replace('"version": 1', '"version": 2')
+    path.write_text(newer)
+    with pytest.raises(FormatVersionError, match="version 2"):
+        read_quotas(root)
+    assert path.read_text() == newer
 
 
 def test_the_janitor_keeps_a_quota_of_two_servers_over_restarts(root: str, bench: Bench) -> None:
