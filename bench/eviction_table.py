@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from page_section import ROOT, follow
+
 PAGE = ROOT / "docs" / "guides" / "eviction.md"
 RESULT = ROOT / "bench" / "results" / "eviction.json"
 BEGIN, END = "<!-- eviction: bench/eviction_table.py -->\n", "<!-- /eviction -->\n"
 HITS = re.compile(r"eviction\.token_hits\.(.+)\.([0-9.]+)pct@(\w+)")
 WEAR = re.compile(r"eviction\.(written_gb_per_day|token_hits_by_rule)\.(.+)@(\w+)")
 ORDERS = ("optimum", "rewarm", "lru", "s3fifo", "whole_prefix")
-
-
-def main() -> int:
-    """Exit code 1 when --check finds another text than the results give."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page differs")
-    check = parser.parse_args().check
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    new = f"{before}{BEGIN}{section(json.loads(RESULT.read_text(encoding='utf-8')))}{END}{after}"
-    if new != text:
-        if check:
-            print(f"{PAGE.relative_to(ROOT)}: the tables differ from {RESULT.name}; run bench/eviction_table.py")
-            return 1
-        PAGE.write_text(new, encoding="utf-8")
-    print(f"the tables in {PAGE.relative_to(ROOT)} follow from {RESULT.relative_to(ROOT)}")
-    return 0
 
 
 def section(document: dict[str, Any]) -> str:
@@ -67,4 +47,4 @@ def section(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(follow(section, page=PAGE, result=RESULT, marks=(BEGIN, END), what="tables", script="eviction_table.py"))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from page_section import ROOT, follow
+
 PAGE = ROOT / "docs" / "guides" / "bench.md"
 RESULT = ROOT / "bench" / "results" / "kv-cpu.json"
 BEGIN, END = "<!-- results: bench/results_table.py -->\n", "<!-- /results -->\n"
@@ -25,24 +23,6 @@ CONDITIONS = {
     "peer": "peer:",
     "cold": "cold:",
 }
-
-
-def main() -> int:
-    """Exit code 1 when --check finds another text than the results give."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page differs")
-    check = parser.parse_args().check
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    new = f"{before}{BEGIN}{section(json.loads(RESULT.read_text(encoding='utf-8')))}{END}{after}"
-    if new != text:
-        if check:
-            print(f"{PAGE.relative_to(ROOT)}: the results differ from {RESULT.name}; run bench/results_table.py")
-            return 1
-        PAGE.write_text(new, encoding="utf-8")
-    print(f"the results in {PAGE.relative_to(ROOT)} follow from {RESULT.relative_to(ROOT)}")
-    return 0
 
 
 def section(document: dict[str, Any]) -> str:
@@ -91,4 +71,4 @@ def _plain(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(follow(section, page=PAGE, result=RESULT, marks=(BEGIN, END), what="results", script="results_table.py"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rewarm.bench.canvas import canvas_type, check_svg
 from rewarm.bench.report import Figure, Report
 from rewarm.engine import ENGINE_KINDS
-from rewarm.errors import UnsupportedError, UsageError
+from rewarm.errors import UsageError
 
 _OURS, _OTHERS = "#0b6e4f", ("#5fb08f", "#a9d6c3")
 _PEER, _WITNESS, _FLOOR = "#8a8a8a", "#c9c9c9", "#c2410c"
@@ -20,16 +21,12 @@ def write_chart(report: Report, path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
         UsageError: The report has no rates, or the path does not end in .svg.
     """
-    if path.suffix != ".svg":
-        raise UsageError(f"{path} does not end in .svg")
+    check_svg(path)
     groups = _groups(report.figures)
     if not groups:
         raise UsageError("nothing to draw: the report has no rates")
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as missing:
-        raise UnsupportedError("a chart needs matplotlib", hint="pip install 'rewarm[trial]'") from missing
-    canvas = Canvas(figsize=(max(6.0, 1.1 * len(groups)), 4.6), layout="constrained")
+    canvas_class = canvas_type()
+    canvas = canvas_class(figsize=(max(6.0, 1.1 * len(groups)), 4.6), layout="constrained")
     axes = canvas.add_subplot()
     labelled: set[str] = set()
 

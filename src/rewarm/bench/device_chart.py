@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rewarm.bench.canvas import canvas_type, check_svg
 from rewarm.bench.report import Figure, Report
-from rewarm.errors import UnsupportedError, UsageError
 
 _WHOLE, _PART, _FLOOR = "#0b6e4f", "#a9d6c3", "#c2410c"
 _BETWEEN = {"last_read": "first_read"}
@@ -25,14 +25,10 @@ def write_chart(report: Report, path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
         UsageError: The path does not end in .svg.
     """
-    if path.suffix != ".svg":
-        raise UsageError(f"{path} does not end in .svg")
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as missing:
-        raise UnsupportedError("a chart needs matplotlib", hint="pip install 'rewarm[trial]'") from missing
+    check_svg(path)
+    canvas_class = canvas_type()
     bars = [bar for figure in report.figures if (bar := _bar(figure, report.figures))]
-    canvas = Canvas(figsize=(8.0, 1.2 + 0.3 * len(bars)), layout="constrained")
+    canvas = canvas_class(figsize=(8.0, 1.2 + 0.3 * len(bars)), layout="constrained")
     axes = canvas.add_subplot()
     for position, (_, begin, figure) in enumerate(bars):
         is_part = figure.name.count(".") > "kv.device.load.x1".count(".")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rewarm.bench.canvas import canvas_type, check_svg
 from rewarm.bench.report import Report
-from rewarm.errors import UnsupportedError, UsageError
 
 _LINES = {
     "optimum": ("offline optimum (Belady)", "#c2410c", "--"),
@@ -25,18 +25,14 @@ def write_chart(report: Report, path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
         UsageError: The path does not end in .svg.
     """
-    if path.suffix != ".svg":
-        raise UsageError(f"{path} does not end in .svg")
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as missing:
-        raise UnsupportedError("a chart needs matplotlib", hint="pip install 'rewarm[trial]'") from missing
+    check_svg(path)
+    canvas_class = canvas_type()
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for figure in report.figures:
         if found := _NAME.fullmatch(figure.name):
             lines = panels.setdefault(found["trace"], {})
             lines.setdefault(found["order"], []).append((float(found["percent"]), figure.value))
-    canvas = Canvas(figsize=(3.2 * len(panels), 3.6), layout="constrained")
+    canvas = canvas_class(figsize=(3.2 * len(panels), 3.6), layout="constrained")
     for number, (trace, lines) in enumerate(panels.items(), 1):
         axes = canvas.add_subplot(1, len(panels), number)
         for order, points in lines.items():
