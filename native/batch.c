@@ -35,6 +35,9 @@ static void finish(transfer *t, int result)
         eventfd_write(b->event_fd, 1);
     if (--b->open_count)
         return;
+    b->done_ns = now_ns();
+    if (!b->num_running)
+        b->waited_ns += b->done_ns - b->idle_ns;
     leave_live(b);
     pthread_cond_broadcast(&b->done);
     if (b->engine->is_closed)
@@ -101,6 +104,20 @@ static int settle(transfer *t)
     return fd;
 }
 
+/* A unit of it was taken. */
+void unit_begin(rw_batch *b)
+{
+    if (!b->num_running++ && b->open_count)
+        b->waited_ns += now_ns() - b->idle_ns;
+}
+
+rw_times batch_times(const rw_batch *b, int64_t now)
+{
+    const int64_t end = b->open_count ? now : b->done_ns;
+    const int64_t idle = b->open_count && !b->num_running ? now - b->idle_ns : 0;
+    return (rw_times){b->waited_ns + idle, end - b->submitted_ns};
+}
+
 /* A unit has ended with 0 or an errno. Returns a file to close, or -1. */
 int unit_end(rw_engine *e, const unit *u, int error)
 {
@@ -108,6 +125,8 @@ int unit_end(rw_engine *e, const unit *u, int error)
     t->running--;
     e->num_running--;
     e->num_abandoned -= t->state == FINAL;
+    if (!--t->batch->num_running)
+        t->batch->idle_ns = now_ns();
     if (error && !t->error) {
         t->error = error;
         queue_remove(e, t);

@@ -79,6 +79,15 @@ int rw_cancel(rw_batch *b)
     return leave(b, !b->open_count);
 }
 
+int rw_batch_times(rw_batch *b, rw_times *times)
+{
+    const int error = enter(b);
+    if (error)
+        return error;
+    *times = batch_times(b, now_ns());
+    return leave(b, 0);
+}
+
 int rw_fileno(rw_batch *b)
 {
     const int error = enter(b);

@@ -45,6 +45,8 @@ struct rw_batch {
     _Atomic int cut;     /* 0, or the errno with which what is not final has to end */
     uint32_t references; /* the handle, and each transfer that is not final or still has I/O under way */
     uint32_t count, open_count, num_ended, num_taken;
+    uint32_t num_running;                              /* units under way */
+    int64_t submitted_ns, idle_ns, waited_ns, done_ns; /* idle_ns: since when none is under way, while it is open */
     uint32_t *ended; /* indices in the order in which they became final */
     int *results;
     int event_fd;
@@ -144,6 +146,8 @@ void ring_free_if_unused(rw_engine *e);
 void batch_cut(rw_batch *b, int reason);
 void batch_unref(rw_batch *b);
 void batch_expire(rw_batch *b, int64_t now);
+rw_times batch_times(const rw_batch *b, int64_t now);
+void unit_begin(rw_batch *b);
 int unit_end(rw_engine *e, const unit *u, int error);
 void unit_requeue(rw_engine *e, const unit *u);
 

@@ -76,6 +76,7 @@ int queue_take(rw_engine *e, int may_block, unit *u)
         queue_remove(e, t);
     t->running++;
     e->num_running++;
+    unit_begin(t->batch);
     queue_wake(e);
     return 1;
 }

@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 #define RW_API __attribute__((visibility("default")))
-#define RW_ABI 1
+#define RW_ABI 2
 #define RW_PAGE_BYTES 4096u
 #define RW_PIECE_BYTES 1048576u
 #define RW_MAX_PIECES 768u
@@ -64,6 +64,11 @@ typedef struct rw_result {
     int32_t result; /* 0 or errno */
 } rw_result;
 
+typedef struct rw_times {
+    int64_t waited_ns; /* of the total: none of the batch's I/O was under way, it waited for workers or ring slots */
+    int64_t total_ns;  /* since the submit, until the batch was done or now */
+} rw_times;
+
 typedef struct rw_header {
     uint64_t payload_bytes;
     uint64_t created_ns;
@@ -100,6 +105,8 @@ RW_API int rw_results(rw_batch *batch, int32_t *results);
 RW_API int rw_wait(rw_batch *batch, int64_t timeout_ns);
 /* Ends what can end at once with ECANCELED, the rest when its I/O in place has returned. Returns as rw_done. */
 RW_API int rw_cancel(rw_batch *batch);
+/* Where a batch's time went; of a batch that is done it stays as it is. */
+RW_API int rw_batch_times(rw_batch *batch, rw_times *times);
 /* An eventfd that is readable when rw_take would return something; closed by rw_free. */
 RW_API int rw_fileno(rw_batch *batch);
 /* Payload of an RW_TO_SLOT transfer that ended with 0; 0 where there is none. */

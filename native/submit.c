@@ -161,7 +161,7 @@ int rw_submit(rw_engine *e, const rw_transfer *transfers, uint32_t n, const char
     rw_batch *b = make_batch(e, transfers, n, paths, paths_bytes);
     if (!b)
         return -ENOMEM;
-    const int64_t now = now_ns();
+    const int64_t now = b->submitted_ns = b->idle_ns = b->done_ns = now_ns();
     b->deadline_ns = deadline_ns < 0 || deadline_ns > NO_DEADLINE - now ? NO_DEADLINE : now + deadline_ns;
     pthread_mutex_lock(&e->lock);
     if (e->is_closed) {

@@ -26,6 +26,7 @@ STRUCTS = {
     "rw_transfer": _native.Transfer,
     "rw_config": _native.Config,
     "rw_usage": _native.Usage,
+    "rw_times": _native.Times,
     "rw_result": _native.Result,
     "rw_header": _native.Header,
 }

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ABI = 1
+ABI = 2
 PAGE_BYTES = 4096
 PIECE_BYTES = 1048576
 MAX_PIECES = 768
@@ -85,6 +85,12 @@ class Usage(Structure):
     )
 
 
+class Times(Structure):
+    """rw_times."""
+
+    _fields_ = (("waited_ns", c_int64), ("total_ns", c_int64))
+
+
 class Result(Structure):
     """rw_result."""
 
@@ -119,6 +125,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rw_results": (c_int, (c_void_p, POINTER(c_int32))),
     "rw_wait": (c_int, (c_void_p, c_int64)),
     "rw_cancel": (c_int, (c_void_p,)),
+    "rw_batch_times": (c_int, (c_void_p, POINTER(Times))),
     "rw_fileno": (c_int, (c_void_p,)),
     "rw_slot_address": (c_uint64, (c_void_p, c_uint32)),
     "rw_release": (c_int, (c_void_p, c_uint32)),
@@ -142,6 +149,7 @@ KEEP_THE_GIL = frozenset(
         "rw_take",
         "rw_results",
         "rw_cancel",
+        "rw_batch_times",
         "rw_fileno",
         "rw_slot_address",
         "rw_release",

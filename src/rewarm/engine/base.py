@@ -134,6 +134,16 @@ class Unlink:
 Transfer: TypeAlias = "Read | Write | ReadRecord | WriteRecord | Probe | Unlink"
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Where a batch's time went."""
+
+    waited_s: float = 0.0
+    """Of the total: none of its I/O was under way. It waited for workers, for ring slots, for those before it."""
+    total_s: float = 0.0
+    """Since the submit, until the last transfer became final, or until now."""
+
+
 class Completion(Protocol):
     """A submitted batch of N transfers.
 
@@ -158,6 +168,9 @@ class Completion(Protocol):
         ToBlocks, ToSlot: at once, whatever a device does; the ring slot of a read that hangs is lost until it returns.
         ToMemory, Read, Write: pieces not yet submitted are dropped, submitted ones are waited for.
         """
+
+    def times(self) -> Times:
+        """Where the time went, so far; once done, it stays as it is."""
 
     def fileno(self) -> int:
         """An eventfd that is readable when a take() would return something. Closed with the completion."""

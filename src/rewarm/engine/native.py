@@ -20,6 +20,7 @@ from rewarm.engine.base import (
     Probe,
     Read,
     ReadRecord,
+    Times,
     ToBlocks,
     ToMemory,
     Transfer,
@@ -240,6 +241,12 @@ class NativeCompletion:
         """See engine.base.Completion."""
         if not _checked(self._calls.rw_cancel(self._batch)):
             self.wait()
+
+    def times(self) -> Times:
+        """See engine.base.Completion."""
+        times = rw.Times()
+        _checked(self._calls.rw_batch_times(self._batch, times))
+        return Times(times.waited_ns / 1e9, times.total_ns / 1e9)
 
     def fileno(self) -> int:
         """See engine.base.Completion."""

@@ -21,6 +21,7 @@ from rewarm.engine.base import (
     Probe,
     Read,
     ReadRecord,
+    Times,
     ToBlocks,
     ToMemory,
     ToSlot,
@@ -59,6 +60,40 @@ class _Batch:
     event_fd: int = -1
     dropped: bool = False
     """Nobody holds the completion any more."""
+    num_running: int = 0
+    """Transfers whose I/O is under way, abandoned ones among them."""
+    submitted_at: float = field(default_factory=time.monotonic)
+    idle_since: float = field(init=False)
+    """Since when none is, while the batch is open."""
+    done_at: float = field(init=False)
+    waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.idle_since = self.done_at = self.submitted_at
+
+    def begin_one(self) -> None:
+        """A transfer was taken."""
+        if not self.num_running and self.open_count:
+            self.waited_s += time.monotonic() - self.idle_since
+        self.num_running += 1
+
+    def end_one(self) -> None:
+        """Its I/O has returned."""
+        self.num_running -= 1
+        if not self.num_running:
+            self.idle_since = time.monotonic()
+
+    def close(self) -> None:
+        """The last transfer is final."""
+        self.done_at = time.monotonic()
+        if not self.num_running:
+            self.waited_s += self.done_at - self.idle_since
+
+    def times(self) -> Times:
+        """See engine.base.Completion."""
+        now = time.monotonic() if self.open_count else self.done_at
+        idle_s = now - self.idle_since if self.open_count and not self.num_running else 0.0
+        return Times(self.waited_s + idle_s, now - self.submitted_at)
 
 
 _Queue: TypeAlias = "deque[tuple[int, _Batch, int]]"
@@ -206,6 +241,7 @@ class PureEngine:
         batch.results[index] = result
         batch.open_count -= 1
         if not batch.open_count:
+            batch.close()
             self._live.discard(batch)
         batch.ended.append(index)
         if batch.event_fd >= 0:
@@ -224,6 +260,7 @@ class PureEngine:
                         slot = self._free_slots.pop()
                         self._busy_slots += 1
                     batch.states[index] = _RUNNING
+                    batch.begin_one()
                     return batch, index, slot
             if self._closed:
                 return None
@@ -252,6 +289,7 @@ class PureEngine:
             except Exception:  # noqa: BLE001 - a defect here must end the transfer, not hang its caller
                 result = errno.EIO
             with self._lock:
+                batch.end_one()
                 if batch.states[index] != _FINAL:
                     if batch.states[index] == _RUNNING and isinstance(
                         batch.transfers[index], (Read, Write, ReadRecord)
@@ -366,6 +404,12 @@ class PureCompletion:
             self._engine._cut(self._batch, errno.ECANCELED)
             while self._batch.open_count:
                 self._batch.changed.wait()
+
+    def times(self) -> Times:
+        """See engine.base.Completion."""
+        self._engine._check_process()
+        with self._engine._lock:
+            return self._batch.times()
 
     def fileno(self) -> int:
         """See engine.base.Completion."""

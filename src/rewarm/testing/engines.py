@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from rewarm.engine.base import BlockPlanes, Completion, Engine, Priority, Probe, Transfer
+from rewarm.engine.base import BlockPlanes, Completion, Engine, Priority, Probe, Times, Transfer
 from rewarm.errors import BusyError, UsageError
 
 Fault: TypeAlias = Callable[[int, Transfer], int]
@@ -121,6 +121,10 @@ class _Changed:
     def cancel(self) -> None:
         """See engine.base.Completion."""
         self._inner.cancel()
+
+    def times(self) -> Times:
+        """See engine.base.Completion."""
+        return self._inner.times()
 
     def fileno(self) -> int:
         """See engine.base.Completion."""

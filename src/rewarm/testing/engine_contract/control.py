@@ -177,6 +177,34 @@ class ControlContract(Base):
         assert finished(then) == [errno.ENOENT]
         assert finished(looks) == [errno.ENOENT]
 
+    def test_time_in_which_nothing_moves_is_told_apart(self, engines: Callable[..., Engine], tmp_path: Path) -> None:
+        engine = engines(num_workers=1)
+        stored(engine, tmp_path / "r.rec", 4096)
+        hold(engine, "r.rec")
+        moving = engine.submit([read_of(tmp_path / "r.rec", 4096, ToSlot())])
+        until(lambda: is_started(engine), "the first read to start")
+        behind = engine.submit([read_of(tmp_path / "r.rec", 4096, ToSlot())])
+        until(lambda: behind.times().total_s > 0.01, "time to pass")
+        times = behind.times()
+        assert times.waited_s == times.total_s
+        times = moving.times()
+        assert times.total_s - times.waited_s >= 0.01
+        hold(engine, None)
+        assert finished(moving) == [0]
+        assert finished(behind) == [0]
+        times = behind.times()
+        assert 0.01 <= times.waited_s <= times.total_s
+        assert behind.times() == times
+
+    def test_a_batch_that_ends_while_it_waits_has_waited_all_the_time(self, engine: Engine, tmp_path: Path) -> None:
+        stored(engine, tmp_path / "r.rec", 4096)
+        holder = engine.submit([read_of(tmp_path / "r.rec", 4096, ToSlot())] * NUM_SLOTS)
+        assert finished(holder) == [0] * NUM_SLOTS
+        completion = engine.submit([read_of(tmp_path / "r.rec", 4096, ToSlot())])
+        completion.cancel()
+        assert finished(completion) == [errno.ECANCELED]
+        assert completion.times().waited_s == completion.times().total_s
+
     def test_the_event_tells_of_results_to_take(self, engine: Engine, tmp_path: Path) -> None:
         for name in ("fast", "slow"):
             (tmp_path / name).touch()
@@ -349,6 +377,7 @@ class ControlContract(Base):
                 completion.results,
                 completion.cancel,
                 completion.fileno,
+                completion.times,
                 lambda: completion.wait(0),
             ]
             engine.close()
