@@ -41,6 +41,13 @@ def transfer_config(root: Path, *flags: str, size: str = "2GiB") -> str:
     return done.stdout.strip()
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass(frozen=True)
 class Answer:
     tokens: tuple[int, ...]
@@ -59,9 +66,7 @@ class Server:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._temporary = Path(tempfile.mkdtemp(prefix="rewarm-server-"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]

@@ -137,6 +137,10 @@ class ChunkPresence:
                     wanted.setdefault(number, []).append(key)
         return [self._shards[number].namespace.probe(keys) for number, keys in wanted.items()]
 
+    def probe(self, chunks: Sequence[bytes]) -> list[ProbeHandle]:
+        """Start to look in the file system for all records of ``chunks``, known or not; the index learns."""
+        return [shard.namespace.probe([shard.key(chunk) for chunk in chunks]) for shard in self._shards]
+
     def touch(self, chunks: Iterable[bytes]) -> None:
         """Note that ``chunks`` are about to be loaded, for the order of eviction."""
         chunks = list(chunks)

@@ -1,7 +1,7 @@
 """Runs the connector against the vLLM that this process imports: ``python drive.py FOLDER``, JSON on the last line.
 
 The classes are vLLM's own: its configuration, connector base and factory, scheduler, KV cache manager, metrics. Only
-the model is played (tests/fault/mini_server.py, which PYTHONPATH must reach).
+the model is played (tests/fault/mini_server.py, which PYTHONPATH must reach, as it must tests/support).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kv_events
 import mini_server
+import msgspec
 import vllm
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -45,6 +47,7 @@ def main(folder: Path) -> dict[str, Any]:
             "aborted": run_aborted(server, prompts),
             "metrics": render_metrics(server, model, root),
             "refused": refusal(model, root),
+            "events": run_events(model, folder / "events"),
         }
     finally:
         server.close()
@@ -140,6 +143,43 @@ def render_metrics(server: mini_server.MiniServer, model: Path, root: Path) -> l
     metrics.observe(sent, 0)
     lines = generate_latest(REGISTRY).decode().splitlines()
     return sorted({line.split("{")[0] for line in lines if line.startswith("rewarm_")})
+
+
+def run_events(model: Path, root: Path) -> dict[str, Any]:
+    """What routers are told in this release's encoding, and whether it is what vLLM tells of its own blocks."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    create_volume([str(root)], capacity_bytes=64 << 20)
+    config = make_config(model, root)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    server = mini_server.MiniServer(config, NUM_BLOCKS)
+    heard: list[dict[str, Any]] = []
+
+    def publish(batch: Any) -> None:
+        heard.extend(kv_events.decode(msgspec.msgpack.encode(batch)))
+
+    server.scheduler.kv_event_publisher.publish = publish
+    prompt = [index % 251 for index in range(PROMPT_TOKENS)]
+
+    def of_medium(kind: str, medium: str) -> list[dict[str, Any]]:
+        return [event for event in heard if event["type"] == kind and event.get("medium") == medium]
+
+    try:
+        server.run([prompt], until=lambda: len(of_medium("BlockStored", "STORAGE")) >= CHUNKS)
+        told: dict[str, dict[bytes, Any]] = {"STORAGE": {}, "GPU": {}}
+        for medium, blocks in told.items():
+            for event in of_medium("BlockStored", medium):
+                blocks.update(kv_events.blocks_of(event))
+        run_damaged(server, root, [prompt])
+        removed = {block for event in of_medium("BlockRemoved", "STORAGE") for block in event["block_hashes"]}
+        server.drain(lambda: len(of_medium("BlockStored", "STORAGE")) > CHUNKS, "a chunk that is announced again")
+    finally:
+        server.close()
+    return {
+        "stored_blocks": len(told["STORAGE"]),
+        "differ": [block.hex() for block, said in told["STORAGE"].items() if told["GPU"].get(block) != said],
+        "removed": bool(removed) and removed <= set(told["STORAGE"]),
+    }
 
 
 def refusal(model: Path, root: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import faultshim
 import pytest
 import vllm_server as vs
+from kv_events import Subscriber
 from leftovers import left_since, temporary_entries
 from vllm_server import CHUNK_TOKENS, Answer, Server, count_records, needs_vllm, prompt_of, wait_until
 
@@ -25,6 +26,8 @@ from rewarm.testing.tiny_model import ensure_tiny_model
 pytestmark = [pytest.mark.server, needs_vllm]
 
 PROMPT_TOKENS = 2048
+BLOCK_TOKENS = 128
+"""Of vLLM on CPU."""
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
 STORED = [prompt_of(number, PROMPT_TOKENS) for number in range(2)]
 """Computed and stored by the first server."""
@@ -42,6 +45,9 @@ class Story:
         self.root = folder / "root"
         self.root.mkdir(mode=0o700)
         self.transfer = vs.transfer_config(self.root)
+        self.events_port = vs.free_port()
+        self.router: Subscriber
+        """Hears the second server."""
         self.answers: dict[int, Answer] = {}
         """Number of the prompt -> what a run without a cache said."""
 
@@ -75,7 +81,9 @@ def pair(story: Story) -> Iterator[tuple[Server, Server]]:
             story.answers[number] = first.ask(prompt, salt="kept apart")
         assert first.metric("rewarm_kv_hit_tokens_total") == 0
         first.wait_for_records(story.root, len(prompts()) * NUM_CHUNKS)
-        yield first, stack.enter_context(story.server("second"))
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{story.events_port}"}
+        story.router = stack.enter_context(Subscriber(story.events_port))
+        yield first, stack.enter_context(story.server("second", "--kv-events-config", json.dumps(events)))
 
 
 def hit_tokens(server: Server) -> float:
@@ -118,6 +126,44 @@ def test_a_damaged_record_is_computed_again(story: Story, pair: tuple[Server, Se
     for prompt in (*STORED, FRESH[0]):
         story.check(second, prompt)
     assert second.metric("rewarm_kv_loads_total", outcome="damaged") == 1
+
+
+def test_a_router_hears_what_is_on_the_volume_and_what_is_gone(story: Story, pair: tuple[Server, Server]) -> None:
+    """By the two tests above: what another server stored, what this one did, and a record that was damaged."""
+    _, second = pair
+    wanted = {tuple(prompt) for prompt in (*STORED, FRESH[0])}
+
+    def told() -> set[tuple[int, ...]]:
+        """Prompts that can be put together from the blocks that were announced, from their beginning."""
+        blocks = story.router.stored()
+        after = {before: block for block, (before, _) in blocks.items()}
+        found = set()
+        for first in (block for block, (before, _) in blocks.items() if before is None):
+            tokens, block = blocks[first][1], first
+            while block in after:
+                block = after[block]
+                tokens += blocks[block][1]
+            found.add(tokens)
+        return found
+
+    story.router.wait_for(lambda: told() >= wanted and bool(story.router.removed()), "what is on the volume")
+    assert len(story.router.removed()) * BLOCK_TOKENS == CHUNK_TOKENS
+    gpu = story.router.stored("CPU") or story.router.stored("GPU")
+    both = {block for block in story.router.stored() if block in gpu}
+    assert both
+    assert all(story.router.stored()[block] == gpu[block] for block in both)
+    # What a janitor evicts, this server learns by looking, while it serves.
+    before = story.router.removed()
+    records = sorted(story.root.glob("*/??/*.rec"), key=lambda path: path.stat().st_ctime_ns)
+    evicted = records[0]  # of the prompt that was stored first
+    aside = evicted.rename(story.folder / "aside")
+
+    def heard() -> bool:
+        second.ask(FRESH[1][:64], num_tokens=1)
+        return len(story.router.removed() - before) * BLOCK_TOKENS >= CHUNK_TOKENS
+
+    story.router.wait_for(heard, "the end of a record that is gone", limit_s=120)
+    aside.rename(evicted)
 
 
 def test_a_prefix_is_loaded_and_the_rest_computed(story: Story, pair: tuple[Server, Server]) -> None:

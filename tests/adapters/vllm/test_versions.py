@@ -13,7 +13,7 @@ import sources
 from vllm_server import needs_vllm
 
 DRIVE = Path(__file__).with_name("drive.py")
-FAULT = Path(__file__).resolve().parents[2] / "fault"
+FAULT, SUPPORT = (Path(__file__).resolve().parents[2] / name for name in ("fault", "support"))
 INSTALLED = "0.32.0"
 MIDDLE = [version for version in sources.VERSIONS[1:-1] if version != INSTALLED]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, needs_vllm]
 
 
 def drive(folder: Path, *python_path: str) -> dict[str, object]:
-    path = os.pathsep.join([*python_path, str(FAULT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([*python_path, str(FAULT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, str(DRIVE), str(folder)],
@@ -50,6 +50,7 @@ def check(said: dict[str, object], version: str) -> None:
     assert said["aborted"] is True
     assert {"rewarm_kv_lookup_tokens_total", "rewarm_kv_load_seconds_bucket"} <= set(said["metrics"])  # type: ignore[call-overload]
     assert "allow_untested" in str(said["refused"])
+    assert said["events"] == {"stored_blocks": 16, "differ": [], "removed": True}
 
 
 def test_the_installed_release(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ start_load_kv runs before the forward pass in some and after it in others, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
@@ -116,6 +116,10 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """See vLLM's base class; asked for where weights were changed under the server."""
         return self._scheduler is None or self._scheduler.reset_cache()
+
+    def take_events(self) -> Iterable[Any]:
+        """See vLLM's base class."""
+        return _side(self._scheduler).take_events()
 
     # Rank's side.
 

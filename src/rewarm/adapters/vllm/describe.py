@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from rewarm.kv.announcer import EventMaker
+
 LAYOUT_VERSION = 1
 """Of what a record holds of vLLM's blocks; changes when the adapter maps them otherwise."""
 
@@ -204,6 +206,17 @@ def chunk_tokens(config: VllmConfig, kv_cache_config: KVCacheConfig, asked_token
         target_bytes=HOST_TARGET_BYTES if on_host else DEVICE_TARGET_BYTES,
         asked_tokens=asked_tokens,
     )
+
+
+def event_maker(config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int) -> EventMaker | None:
+    """What makes this server's KV events; None where it sends none."""
+    events = getattr(config, "kv_events_config", None)
+    if events is None or not events.enable_kv_cache_events or len(kv_cache_config.kv_cache_groups) != 1:
+        return None
+    from rewarm.adapters.vllm.events import BlockEvents
+
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return BlockEvents(chunk_tokens=chunk_tokens, hash_tokens=hash_tokens(config, kv_cache_config), spec=spec)
 
 
 def lora_salt(lora_path: str) -> bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewarm.adapters.vllm import describe
 from rewarm.errors import AdapterError, RewarmError
+from rewarm.kv.announcer import Announcer, EventMaker
 from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StepReport, StoreOrder
 from rewarm.kv.decision_log import DecisionLog
 from rewarm.kv.fingerprint import run_nonce
@@ -61,6 +62,8 @@ class SchedulerSetup:
     shares_blocks: bool
     """Whether the server finds a finished load of one request for the next (its own prefix caching)."""
     lora_salt: Callable[[str], bytes] = describe.lora_salt
+    events: EventMaker | None = None
+    """Makes the server's KV events; None: nobody asked for them."""
 
 
 def scheduler_setup(
@@ -91,6 +94,7 @@ def scheduler_setup(
         step_tokens=describe.step_tokens(config),
         prefill_limit=describe.prefill_limit(config),
         shares_blocks=bool(config.cache_config.enable_prefix_caching),
+        events=describe.event_maker(config, kv_cache_config, chunk_tokens) if kv.policy != "never" else None,
     )
     return setup, notes
 
@@ -141,6 +145,8 @@ class SchedulerSide:
         self._presence: ChunkPresence | None = None
         self._pilot: Pilot | None = None
         """There when the presence is known."""
+        self._announcer: Announcer | None = None
+        """There when the presence is known and somebody asked for KV events."""
         self._chunk_bytes = 0
         self._is_off = False
         """The volume failed before the first request; all is computed."""
@@ -226,6 +232,9 @@ class SchedulerSide:
         assert self._presence is not None
         self._presence.touch(chunks)
         self._note_owner(tracked, chunks)
+        if self._announcer is not None:
+            for number, chunk in enumerate(chunks):
+                self._announcer.found(chunk, request, begin // chunk_tokens + number)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
         """The orders of this step."""
@@ -284,6 +293,8 @@ class SchedulerSide:
                 self._open_presence()
         if self._presence is not None:
             self._presence.take(report)
+        if self._announcer is not None:
+            self._announcer.take(report)
         self._settle_stores(report)
 
     def _settle_stores(self, report: StepReport) -> None:
@@ -327,7 +338,13 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             tracked.lookup = tracked.hit = None
             tracked.salt = self._salt(tracked.request)
+        if self._announcer is not None:
+            self._announcer.forget()
         return True
+
+    def take_events(self) -> list[Any]:
+        """KV events since the last call: what is on the volume, and what is known to be gone from it."""
+        return self._announcer.take_events() if self._announcer is not None else []
 
     def _open_presence(self) -> None:
         shards = []
@@ -344,6 +361,8 @@ class SchedulerSide:
             self._chunk_bytes += payload_bytes
         self._presence = ChunkPresence(shards, store=self._setup.kv.store)
         self._pilot = self._make_pilot(namespace.id)
+        if self._setup.events is not None:
+            self._announcer = Announcer(self._presence, self._setup.events)
 
     def _make_pilot(self, namespace_id: bytes) -> Pilot:
         setup = self._setup
@@ -417,6 +436,10 @@ class SchedulerSide:
                 self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
                 self._stores[chunk] = (request_id, index)
                 self._note_owner(tracked, [chunk])
+                if self._announcer is not None:
+                    self._announcer.ordered(chunk, tracked.request, index)
+            elif self._announcer is not None and self._presence.is_present(chunk):
+                self._announcer.found(chunk, tracked.request, index)
         tracked.num_considered = max(tracked.num_considered, num_ready)
 
     def _may_store(self, tracked: _Tracked) -> bool:
