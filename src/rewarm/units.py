@@ -40,6 +40,8 @@ def parse_size(text: str) -> int:
     if match is None or factor is None:
         raise UsageError(f"{text[:_SHOWN]!r} is not a size", hint="write it like 200GiB, 1.5TB or 4096")
     size = int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
+    if not size and float(match.group(1)):
+        raise UsageError(f"{text[:_SHOWN]!r} is less than a byte", hint="write it like 200GiB, 1.5TB or 4096")
     if size > MAX_SIZE:
         raise UsageError(f"{text!r} is more than any file system holds", hint="write it like 200GiB, 1.5TB or 4096")
     return size

@@ -324,6 +324,15 @@ def test_quota_refuses_what_says_nothing(words: list[str], filled: str, capsys: 
     assert not Path(RootPaths(filled).quotas).exists()
 
 
+@pytest.mark.parametrize("held", ["9" * 400, "-1", "1e400", "true", '"many"'])
+def test_quota_shows_nothing_for_what_is_no_size(held: str, filled: str, capsys: Captured) -> None:
+    digest = tenant_of("acme").hex()
+    Path(RootPaths(filled).tenants).write_text(f'{{"{digest}": {held}}}')
+    _, shown = call(capsys, "quota", filled)
+    assert shown["tenants"] == [{"tenant": digest, "share": 1.0, "bytes": 0}]
+    assert run(cli, ["volume", "quota", filled]) == 0
+
+
 def test_info_shows_the_wear_against_what_the_drive_is_rated_for(filled: str, capsys: Captured) -> None:
     _, found = call(capsys, "info", filled, "--dwpd", "0.5")
     (root,) = found["roots"]

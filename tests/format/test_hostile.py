@@ -358,8 +358,23 @@ STATE: dict[str, Callable[[RootPaths], object]] = {
         Path(paths.sessions, "1-e").mkdir(),
         Path(paths.sessions, "1-e", "log-000000").write_bytes(os.urandom(7200 + 5)),
     ),
+    **{
+        f"{name} is {what}": lambda paths, name=name, plant=plant: _in_place_of(Path(paths.state, name), plant)
+        for name in ("usage", "wear", "janitor.lock", "recovery.lock")
+        for what, plant in {
+            "a directory": lambda path: (path.mkdir(), (path / "letter").touch()),
+            "a pipe": os.mkfifo,
+            "a link": lambda path: os.symlink("/etc/passwd", path),
+        }.items()
+    },
+    "order of 16 GB": lambda paths: (Path(paths.order).touch(), os.truncate(paths.order, 16 << 30)),
     "a directory in quarantine": lambda paths: [Path(paths.quarantine, f"0{n}").mkdir() for n in range(12)],
 }
+
+
+def _in_place_of(path: Path, plant: Callable[[Path], object]) -> None:
+    path.unlink(missing_ok=True)
+    plant(path)
 
 
 def usage_of(number: int) -> bytes:
@@ -375,6 +390,8 @@ def test_working_state_that_lies_costs_no_record(name: str, root: str) -> None:
     namespace = namespace_of(bench.open(root))
     assert load(namespace, range(8)) == [Outcome.HIT] * 8
     janitor = RootJanitor(root)
+    with janitor.alone() as is_alone:
+        assert is_alone
     janitor.prepare()
     janitor.step()
     assert store(namespace, [100]) == [True]

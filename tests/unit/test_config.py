@@ -73,6 +73,7 @@ def test_text_is_read_as_its_field_wants_it() -> None:
         ({"capacity_bytes": "1MiB"}, "capacity_bytes is 1.0 MiB"),
         ({"capacity_bytes": -1}, "capacity_bytes is -1 B"),
         ({"capacity_bytes": "big"}, "not a size"),
+        ({"store_bytes_per_day": "0.1"}, "less than a byte"),
         ({"policy": "always-load"}, "did you mean 'always_load'?"),
         ({"store": "xyzzy"}, "kv.store is 'xyzzy'"),
         ({"engine": "uring"}, "did you mean 'io_uring'?"),

@@ -10,7 +10,7 @@ import click
 
 from rewarm.cli.common import json_option, print_json, print_table, quiet_option
 from rewarm.errors import UsageError
-from rewarm.units import format_size, parse_size
+from rewarm.units import MAX_SIZE, format_size, parse_size
 from rewarm.volume.access import changing
 from rewarm.volume.layout import RootPaths, read_roots, read_small_file
 from rewarm.volume.quota import Quotas, read_quotas, tenant_of, write_quotas
@@ -89,5 +89,6 @@ def _held(roots: Sequence[str]) -> dict[str, int]:
         with suppress(OSError, ValueError):  # no janitor has said it yet, or it is not whole
             found = json.loads(read_small_file(RootPaths(root).tenants))
         for name, num_bytes in found.items() if isinstance(found, dict) else ():
-            held[name] = held.get(name, 0) + (num_bytes if isinstance(num_bytes, int) else 0)
+            is_size = type(num_bytes) is int and 0 <= num_bytes <= MAX_SIZE  # the file may say anything
+            held[name] = held.get(name, 0) + (num_bytes if is_size else 0)
     return held

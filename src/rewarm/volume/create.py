@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from rewarm.errors import StorageError, UsageError, VolumeFull
 from rewarm.units import MIB, format_size
@@ -54,6 +55,8 @@ def create_volume(roots: Sequence[str], *, capacity_bytes: int) -> VolumeIdentit
         raise UsageError("a volume needs at least one directory", hint=_ONE_EACH)
     if len(set(paths)) != len(paths):
         raise UsageError("the same directory is named twice", hint=_ONE_EACH)
+    for path in paths:
+        _check_place(path, paths)
     if capacity_bytes < MIN_CAPACITY_BYTES * len(paths):
         raise UsageError(
             f"a volume of {format_size(capacity_bytes)} is too small",
@@ -78,6 +81,15 @@ def create_volume(roots: Sequence[str], *, capacity_bytes: int) -> VolumeIdentit
             raise _as_storage_error(error, paths) from error
         raise
     return VolumeIdentity(volume_id, made)
+
+
+def _check_place(path: str, paths: Sequence[str]) -> None:
+    """A root inside another one would be taken for a part of it, or be purged with it."""
+    for parent in map(str, Path(path).parents):
+        if parent in paths or os.path.lexists(RootPaths(parent).volume_file):
+            raise UsageError(
+                f"{path} lies inside a volume's directory, {parent}", hint="name a directory outside of it"
+            )
 
 
 def _check_root(path: str) -> int:

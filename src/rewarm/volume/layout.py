@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -20,6 +21,8 @@ from typing import Any
 from rewarm.engine.checks import MAX_PAYLOAD_BYTES
 from rewarm.engine.record import record_bytes
 from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError
+
+_log = logging.getLogger(__name__)
 
 VOLUME_FILE = "rewarm.volume"
 NAMESPACE_FILE = "namespace.json"
@@ -35,6 +38,8 @@ _MAX_NUMBER = (1 << 63) - 1
 _HEX_128 = re.compile(r"[0-9a-f]{32}")
 _HEX_256 = re.compile(r"[0-9a-f]{64}")
 DIR_MODE, FILE_MODE = 0o700, 0o600
+_NOT_A_FILE = {errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO}
+"""What open_regular() gives where something else has the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +309,26 @@ def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
+def open_state(path: str) -> int:
+    """A descriptor, to read and write, of a file of the working state, made where it is missing.
+
+    What else has its name (a directory, a link, a pipe) is set aside beside it, since nothing can be locked or counted
+    while it stands there, and said in one line.
+
+    Raises:
+        OSError: As open and rename give it.
+    """
+    try:
+        return open_regular(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if error.errno not in _NOT_A_FILE:
+            raise
+    aside = f"{path}.aside-{os.urandom(4).hex()}"
+    os.rename(path, aside)
+    _log.warning("%s was no regular file: it is %s now, and a new one is made", path, os.path.basename(aside))
+    return open_regular(path, os.O_RDWR | os.O_CREAT)
+
+
 def read_small_file(path: str, limit: int = _MAX_JSON_BYTES) -> bytes:
     """The whole of a regular file of at most ``limit`` bytes.
 
@@ -312,6 +337,8 @@ def read_small_file(path: str, limit: int = _MAX_JSON_BYTES) -> bytes:
     """
     content = bytearray()
     with os.fdopen(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
         while piece := file.read(_READ_BYTES):  # memory for what is there, not for what would be allowed
             content += piece
             if len(content) > limit:

@@ -23,10 +23,10 @@ from rewarm.errors import RewarmError
 from rewarm.volume.check import RecordChecker, remove_record
 from rewarm.volume.count import record_entries
 from rewarm.volume.layout import (
-    FILE_MODE,
     NamespaceFile,
     RootPaths,
     namespace_ids,
+    open_state,
     read_namespace_file,
     read_small_file,
     replace_file,
@@ -168,7 +168,7 @@ def _sync_file_system(path: str) -> None:
 
 @contextmanager
 def _lock(path: str) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    descriptor = open_state(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rewarm.engine.checksum import crc32c
-from rewarm.volume.layout import open_regular, write_new
+from rewarm.volume.layout import open_regular, open_state, write_new
 
 _NUMBERS = struct.Struct("<5Q")
 _LAYOUT = struct.Struct("<4sI")
@@ -102,7 +102,7 @@ class UsageFile:
 
     def _open(self) -> int:
         if self._descriptor < 0:
-            self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
+            self._descriptor = open_state(self._path)
         return self._descriptor
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rewarm.engine.checksum import crc32c
-from rewarm.volume.layout import open_regular, write_new
+from rewarm.volume.layout import open_regular, open_state, write_new
 
 HOUR_S = 3600
 DAY_HOURS = 24
@@ -104,7 +104,7 @@ class WearFile:
     @contextmanager
     def _update(self) -> Iterator[Wear]:
         if self._descriptor < 0:
-            self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
+            self._descriptor = open_state(self._path)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             wear = _parse(os.pread(self._descriptor, WEAR_BYTES, 0))

@@ -48,6 +48,19 @@ def test_missing_foreign_and_odd_directories(tmp_path: Path, capsys: Captured) -
     assert tree(str(tmp_path)) == before
 
 
+def test_a_volume_inside_a_volume_is_refused(tmp_path: Path, root: str, capsys: Captured) -> None:
+    inside = Path(root) / "inside"
+    inside.mkdir()
+    before = tree(str(tmp_path))
+    refused(capsys, 2, "lies inside a volume", str(inside), "--size", "10MiB")
+    refused(capsys, 2, "lies inside a volume", str(inside / "deeper"), "--size", "10MiB")
+    (tmp_path / "link").symlink_to(inside)
+    refused(capsys, 2, "lies inside a volume", str(tmp_path / "link"), "--size", "10MiB")
+    (tmp_path / "link").unlink()
+    refused(capsys, 2, "lies inside a volume", str(tmp_path / "a"), str(tmp_path / "a" / "b"), "--size", "10MiB")
+    assert tree(str(tmp_path)) == before
+
+
 @pytest.mark.parametrize(
     ("size", "code", "says"),
     [

@@ -105,11 +105,12 @@ def test_an_unsound_file_counts_from_zero(place: str, content: bytes) -> None:
     assert read_wear(place).total_bytes == 20
 
 
-def test_a_pipe_in_its_place_is_refused_and_read_as_nothing(place: str) -> None:
+def test_a_pipe_in_its_place_reads_as_nothing_and_is_set_aside(place: str) -> None:
     os.mkfifo(place)
     assert read_wear(place) == Wear()
-    with pytest.raises(OSError, match="not a regular file"):
-        WearFile(place).spend(1, 1, 0)
+    assert WearFile(place).spend(1, 1, 0) == 1
+    assert read_wear(place).total_bytes == 1
+    assert [path.is_fifo() for path in Path(place).parent.glob("wear.aside-*")] == [True]
 
 
 def test_a_spent_budget_ends_stores_over_restarts_and_takes_no_room(tmp_path: Path, bench: Bench) -> None:

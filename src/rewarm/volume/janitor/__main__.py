@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rewarm.errors import RewarmError
@@ -35,7 +35,7 @@ def main() -> int:
         except (OSError, RewarmError) as error:
             logging.getLogger(__name__).warning("%s: %s", root, error)
             continue
-        thread = threading.Thread(target=janitor.run, args=(ended.wait,), name=root, daemon=True)
+        thread = threading.Thread(target=_look_after, args=(janitor, root, ended.wait), name=root, daemon=True)
         thread.start()
         threads.append(thread)
         janitors.append(janitor)
@@ -49,6 +49,14 @@ def main() -> int:
         thread.join(_END_WAIT_S)
     _tell(janitors, told)
     return 0 if threads else 4
+
+
+def _look_after(janitor: RootJanitor, root: str, stop: Callable[[float], bool]) -> None:
+    """The thread of one root; what ends it early is one line, and the parent starts another process."""
+    try:
+        janitor.run(stop)
+    except (OSError, RewarmError) as error:
+        logging.getLogger(__name__).warning("%s: %s", root, error)
 
 
 def _tell(janitors: Sequence[RootJanitor], told: tuple[int, int]) -> tuple[int, int]:

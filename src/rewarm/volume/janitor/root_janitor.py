@@ -21,7 +21,7 @@ from rewarm.volume.layout import (
     NamespaceFile,
     RootPaths,
     namespace_ids,
-    open_regular,
+    open_state,
     read_namespace_file,
     read_root_file,
     read_small_file,
@@ -88,7 +88,7 @@ class RootJanitor:
 
     def run(self, stop: Callable[[float], bool]) -> None:
         """Wait for the lock, then work until ``stop(seconds)``, which waits that long, says True."""
-        descriptor = open_regular(self._paths.janitor_lock, os.O_RDWR | os.O_CREAT)
+        descriptor = open_state(self._paths.janitor_lock)
         try:
             while not self._lock(descriptor):
                 if stop(STEP_S):
@@ -101,7 +101,7 @@ class RootJanitor:
     @contextmanager
     def alone(self) -> Iterator[bool]:
         """Hold the lock for the length of the block; yields False where another janitor has it."""
-        descriptor = open_regular(self._paths.janitor_lock, os.O_RDWR | os.O_CREAT)
+        descriptor = open_state(self._paths.janitor_lock)
         try:
             yield self._lock(descriptor)
         finally:
