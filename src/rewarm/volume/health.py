@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
+_MAX_FAILED = 1000
 _OF_THE_DEVICE = {
     errno.EIO,
     errno.ETIMEDOUT,
@@ -52,12 +53,44 @@ class Pause:
                 self._until, self._next_s = 0.0, FIRST_PAUSE_S
 
 
+class BadRecords:
+    """Tells records that cannot be read from roots that cannot. Thread-safe.
+
+    A bad sector gives EIO each time that its record is read, while the root works for all others: the second time the
+    record is damaged, and the root has nothing to do with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed: dict[bytes, int] = {}
+        self._num_delivered = 0
+
+    def failed(self, name: bytes) -> bool:
+        """A read ended with EIO; returns whether it did before, and the root has delivered something since."""
+        with self._lock:
+            is_bad = self._failed.pop(name, self._num_delivered) < self._num_delivered
+            if not is_bad:
+                self._failed[name] = self._num_delivered
+                if len(self._failed) > _MAX_FAILED:
+                    del self._failed[next(iter(self._failed))]
+            return is_bad
+
+    def delivered(self, names: Iterable[bytes]) -> None:
+        """These were read whole."""
+        if self._failed:  # else nothing would be compared with the number
+            with self._lock:
+                for name in names:
+                    self._num_delivered += 1
+                    self._failed.pop(name, None)
+
+
 class RootHealth:
     """Of one root."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.loads = Pause(clock)
         self.stores = Pause(clock)
+        self.bad_records = BadRecords()
         self.store_error = 0
         """errno of the last store, 0 when it worked; for reports."""
 

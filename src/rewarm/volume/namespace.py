@@ -215,11 +215,19 @@ class Namespace:
         root = self._volume.roots[number]
 
         def note(ended: Sequence[tuple[int, int]]) -> None:
-            for result in sorted({result for _, result in ended} - {errno.ECANCELED}, reverse=True):  # 0 last
+            bad_records = root.health.bad_records
+            bad = {index for index, result in ended if result == errno.EIO and bad_records.failed(name(index))}
+            bad_records.delivered(name(index) for index, result in ended if not result)
+            results = {result for index, result in ended if index not in bad}
+            for result in sorted(results - {errno.ECANCELED}, reverse=True):  # 0 last
                 root.health.note_load(result)
             for index, result in ended:
                 if result:
-                    self._note_no_hit(number, targets[index][0], outcome_of(result))
+                    outcome = Outcome.DAMAGED if index in bad else outcome_of(result)
+                    self._note_no_hit(number, targets[index][0], outcome)
+
+        def name(index: int) -> bytes:
+            return self.id + targets[index][0]
 
         return note
 

@@ -31,7 +31,8 @@ from rewarm.engine.base import Probe, ReadRecord, ToSlot, Transfer, WriteRecord
 from rewarm.errors import StorageError
 from rewarm.testing.engines import Faulty, Slow
 from rewarm.volume import Outcome, Volume, create_volume, recovery
-from rewarm.volume.health import Pause
+from rewarm.volume.check import RecordChecker
+from rewarm.volume.health import BadRecords, Pause, RootHealth
 from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths
 from rewarm.volume.session import ENTRY, Session, SessionReader
@@ -184,6 +185,75 @@ def test_eio_on_reads_retires_the_root_until_it_works_again(root: str) -> None:
     wait_for(lambda: namespace.contains(key(1)), "the pause to end")
     assert load(namespace, range(4)) == [Outcome.HIT] * 4
     bench.close()
+
+
+def test_a_record_that_is_unreadable_for_good_is_written_anew(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, broken = [100.0], [True]
+    bench = faulty(
+        lambda transfer: errno.EIO if broken[0] and isinstance(transfer, ReadRecord) and transfer.key == key(1) else 0
+    )
+    volume = bench.open(root)
+    volume.roots[0].health = RootHealth(lambda: now[0])
+    namespace = namespace_of(volume)
+    assert all(store(namespace, range(4)))
+    assert load(namespace, [1]) == [Outcome.IO_ERROR]
+    assert load(namespace, [0]) == [Outcome.IO_ERROR], "for all that is known, the root fails"
+    now[0] += 1
+    assert load(namespace, [1]) == [Outcome.IO_ERROR]
+    now[0] += 1
+    assert load(namespace, [0]) == [Outcome.IO_ERROR], "nothing else was read since: it may still be the root"
+    now[0] += 1
+    assert load(namespace, [0, 2]) == [Outcome.HIT] * 2
+    assert store(namespace, [1]) == [True]
+    assert namespace.contains(key(1))
+    assert load(namespace, [1]) == [Outcome.IO_ERROR]
+    assert not namespace.contains(key(1))
+    assert load(namespace, [0]) == [Outcome.HIT], "one bad record is not the root's fault"
+    assert volume.counters.value("rewarm_damaged_records_total", root) == 1
+    before = record_path(root, namespace, 1).stat().st_ino
+    volume.close()
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(RecordChecker, "check", lambda self, path, key: errno.EIO)
+        janitor = RootJanitor(root)
+        janitor.prepare()
+        janitor.step()
+        janitor.finish()
+    assert [path.stat().st_ino for path in Path(root, ".rewarm", "quarantine").iterdir()] == [before]
+    assert read_usage(RootPaths(root).usage).used_bytes == 4 * RECORD_BYTES, "quarantined ones count"
+    broken[0] = False
+    again = namespace_of(bench.open(root))
+    assert store(again, [1]) == [True]
+    assert load(again, range(4)) == [Outcome.HIT] * 4
+    bench.close()
+
+
+def test_a_record_that_cannot_be_read_is_written_anew_by_the_same_server(root: str) -> None:
+    def fault(transfer: Transfer) -> int:
+        path = record_path(root, namespace, 1) if isinstance(transfer, ReadRecord) else Path("/")
+        return errno.EIO if str(path) == getattr(transfer, "path", "") and path.stat().st_ino in bad else 0
+
+    bad: set[int] = set()
+    bench = faulty(fault)
+    volume = bench.open(root)
+    volume.roots[0].health = RootHealth(lambda: now[0])
+    now = [100.0]
+    namespace = namespace_of(volume)
+    assert all(store(namespace, range(4)))
+    bad.add(record_path(root, namespace, 1).stat().st_ino)
+    assert load(namespace, range(4)) == [Outcome.HIT, Outcome.IO_ERROR, Outcome.HIT, Outcome.HIT]
+    now[0] += 1
+    assert load(namespace, [1]) == [Outcome.IO_ERROR]
+    assert store(namespace, [1]) == [True]
+    assert load(namespace, [1]) == [Outcome.HIT]
+    bench.close()
+
+
+def test_a_root_that_fails_for_all_has_no_bad_record() -> None:
+    bad = BadRecords()
+    assert [bad.failed(name) for name in (b"a", b"b", b"a", b"b", b"a")] == [False] * 5
+    bad.delivered([b"a"])
+    assert not bad.failed(b"a"), "it was read since"
+    assert bad.failed(b"b")
 
 
 def test_eio_on_writes_pauses_stores_and_gives_the_room_back(root: str) -> None:
