@@ -84,6 +84,10 @@ class StepOrders:
 
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
+    late_stores: list[StoreOrder] = field(default_factory=list)
+    """Stores of finished requests, whose blocks were filled in earlier steps and are held."""
+    released: list[str] = field(default_factory=list)
+    """Finished requests whose blocks are held no longer."""
     step: int = 0
     """Number of the step, for the report on it."""
     cuts: list[str] = field(default_factory=list)
@@ -116,6 +120,8 @@ class StepReport:
     """The step that has ended."""
     num_ranks: int = 1
     """Ranks that this report is from."""
+    store_room: int = 0
+    """Stores that could be staged at once now, where there is least room."""
 
     layouts: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Rank -> (canonical JSON of the layout of its planes, bytes of its part of a chunk); told once."""
@@ -138,6 +144,7 @@ class StepReport:
         """Take another rank's report in."""
         self.layouts.update(other.layouts)
         self.step = max(self.step, other.step)
+        self.store_room = min(self.store_room, other.store_room)
         self.num_ranks += other.num_ranks
         pairs = ((self.stored, other.stored), (self.dropped, other.dropped), (self.put_off, other.put_off))
         for mine, theirs in pairs:

@@ -184,10 +184,10 @@ class StagedWorker(RankWorker):
         return lane.copied
 
     def _advance(self, wait_s: float) -> None:
-        if wait_s > 0:
+        if wait_s > 0 and self._loads:
             self._ended.wait(wait_s)
         self._ended.clear()
-        self._reap(self._buffer, 0.0)
+        self._reap(self._buffer, 0.0 if self._loads else wait_s)
 
     # The store thread.
 

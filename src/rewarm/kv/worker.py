@@ -90,39 +90,44 @@ class RankWorker(ABC):
         self._loads: dict[str, Load] = {}
         self._invalid_blocks: set[int] = set()
         self._meter = RootMeter()
+        self._buffer: StoreBuffer
         self._layout = canonical_json(setup.planes.layout)
         self._report = StepReport(layouts={setup.rank: (self._layout, setup.payload_bytes)})
 
     def start(self, orders: StepOrders) -> None:
-        """Start the loads of a step, and end those that are to be cut."""
+        """Start the loads of a step, end those that are to be cut, and take late stores out of their blocks."""
         self._bind(orders)
         self._report.step = orders.step
         for order in orders.loads:
             load = self._loads[order.request_id] = self._load(order)
             self._note_asked(load)
         self._cut_all(orders.cuts)
+        self._save_all(orders.late_stores)
 
     def save(self, orders: StepOrders) -> None:
         """Take the step's stores out of the KV blocks; nothing is read from a block after this returns, or after what
         the device's current stream holds by then.
         """
         self._bind(orders)
-        if orders.stores and self._setup.may_store:
+        self._save_all(orders.stores)
+
+    def _save_all(self, stores: Sequence[StoreOrder]) -> None:
+        if stores and self._setup.may_store:
             if self._namespace is None or self._setup.volume.is_over_budget:
-                self._report.dropped.update({order.chunk: 1 for order in orders.stores})
-                self._setup.counters.add("rewarm_kv_stores_total", len(orders.stores), "skipped")
+                self._report.dropped.update({order.chunk: 1 for order in stores})
+                self._setup.counters.add("rewarm_kv_stores_total", len(stores), "skipped")
             else:
-                self._save(self._namespace, orders.stores)
+                self._save(self._namespace, stores)
 
     def poll(self, wait_s: float = 0.0, ended_requests: Iterable[str] = ()) -> set[str]:
         """Requests whose load has ended, well or not, since the last call.
 
         Args:
-            wait_s: Wait up to this long while loads are under way and none has ended.
+            wait_s: Wait up to this long while loads or stores are under way and none has ended.
             ended_requests: Requests that the server gave up; their loads are cut short, and reported like the rest.
         """
         self._cut_all(ended_requests)
-        self._advance(wait_s if self._loads else 0.0)
+        self._advance(wait_s)
         ended = {request_id for request_id, load in self._loads.items() if not load.left}
         for request_id in ended:
             self._finish(self._loads.pop(request_id))
@@ -139,6 +144,7 @@ class RankWorker(ABC):
             self._note_placed(request_id, load)
         report, self._report = self._report, StepReport(step=self._report.step)
         report.delivered = self._meter.take(time.monotonic())
+        report.store_room = self._buffer.num_free
         return report
 
     @abstractmethod
@@ -158,7 +164,7 @@ class RankWorker(ABC):
 
     @abstractmethod
     def _advance(self, wait_s: float) -> None:
-        """Bring loads and stores up to date; wait at most ``wait_s`` for a load to end."""
+        """Bring loads and stores up to date; wait at most ``wait_s`` for a load, else for a store, to end."""
 
     def _bind(self, orders: StepOrders) -> None:
         if orders.identity and orders.identity != self._shared_identity:
@@ -305,10 +311,15 @@ class StoreBuffer:
         return ended
 
     @property
+    def num_free(self) -> int:
+        """Slots that are free."""
+        with self._lock:
+            return len(self._free)
+
+    @property
     def is_used(self) -> bool:
         """Whether any slot is taken."""
-        with self._lock:
-            return len(self._free) < self._num_slots
+        return self.num_free < self._num_slots
 
 
 class HostWorker(RankWorker):
@@ -341,14 +352,13 @@ class HostWorker(RankWorker):
         return Load(order, time.monotonic(), len(order.chunks), handle)
 
     def _advance(self, wait_s: float) -> None:
-        if wait_s > 0:
-            oldest = next(iter(self._loads.values()))
-            if oldest.handle is not None:
-                oldest.handle.wait(wait_s)
+        oldest = next(iter(self._loads.values()), None)
+        if wait_s > 0 and oldest is not None and oldest.handle is not None:
+            oldest.handle.wait(wait_s)
         for load in self._loads.values():
             num_delivered = len(self._take_results(load, is_exact=wait_s > 0))  # first: it counts failed ones off
             load.left -= num_delivered
-        self._reap(self._buffer, 0.0)
+        self._reap(self._buffer, 0.0 if oldest is not None else wait_s)
 
     def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
         staged: list[tuple[bytes, int]] = []

@@ -13,9 +13,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 import mini_server
 from mini_server import BLOCK_TOKENS, CHUNK_TOKENS, MiniServer
 
+from rewarm.adapters.vllm.held import HOLD_S, HeldRequests
 from rewarm.kv import presence
 from rewarm.kv.choose import LoadPolicy
 from rewarm.kv.decision_log import log_files, read_log
+from rewarm.kv.worker import HostWorker
 from rewarm.metrics import DECISION_REASONS
 from rewarm.volume import create_volume
 from rewarm.volume.quota import tenant_of
@@ -145,6 +147,50 @@ def test_stores_that_find_no_room_are_made_up_for_while_the_request_runs(place: 
     (found,) = cold(server, prompt(1))
     assert found >= NUM_CHUNKS * CHUNK_BLOCKS
     assert counted(server, "rewarm_kv_stores_total", "failed") == 0
+
+
+def test_a_request_that_ends_before_its_chunks_found_room_keeps_its_blocks_until_they_have(place: Place) -> None:
+    server = place.server(store_buffer_bytes=64 << 10)  # room for one chunk
+    server.add(prompt(1), "short")
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    assert "short" in server.scheduler.requests  # its blocks are held
+    server.drain(lambda: not server.scheduler.requests, "its blocks to come back")
+    server._live.pop("short")
+    place.settle(server)
+    assert place.records() == NUM_CHUNKS
+    assert server.scheduler.kv_cache_manager.usage == 0
+    (found,) = cold(server, prompt(1))
+    assert found >= NUM_CHUNKS * CHUNK_BLOCKS
+    assert counted(server, "rewarm_kv_stores_total", "skipped") == 0
+
+
+def test_no_more_than_a_quarter_of_the_blocks_is_held_for_stores(place: Place) -> None:
+    server = place.server(store_buffer_bytes=64 << 10)
+    for number in range(3):
+        server.add(prompt(number), f"r{number}")
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the requests")
+    assert 0 < len(server.scheduler.requests) < 3
+    assert counted(server, "rewarm_kv_stores_total", "skipped") > 0
+    server.drain(lambda: not server.scheduler.requests, "the blocks that are held")
+
+
+def test_blocks_that_are_held_come_back_when_stores_do_not_get_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = place.server(store_buffer_bytes=64 << 10)
+    monkeypatch.setattr(HostWorker, "_take_slot", lambda self, buffer: 0)  # no store ever finds room
+    now = 0.0
+    side = server.scheduler.connector._scheduler
+    side._held = HeldRequests(NUM_BLOCKS, clock=lambda: now)
+    server.add(prompt(1), "stuck")
+    server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+    for _ in range(5):
+        server.step()
+    assert "stuck" in server.scheduler.requests
+    now = HOLD_S
+    server.drain(lambda: not server.scheduler.requests, "the blocks to be given up")
+    assert counted(server, "rewarm_kv_stores_total", "skipped") == NUM_CHUNKS
+    assert place.records() == 0
 
 
 def test_nothing_is_stored_behind_a_store_that_failed_until_the_gap_is_closed(place: Place) -> None:

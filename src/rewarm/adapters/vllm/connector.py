@@ -16,7 +16,8 @@ from vllm.logger import init_logger
 
 from rewarm.adapters.vllm import describe
 from rewarm.adapters.vllm.messages import OrdersMetadata, ReportMetadata
-from rewarm.adapters.vllm.scheduler import SchedulerSide, scheduler_setup
+from rewarm.adapters.vllm.scheduler import SchedulerSide
+from rewarm.adapters.vllm.setup import scheduler_setup
 from rewarm.adapters.vllm.stats import RewarmPromMetrics, RewarmStats
 from rewarm.adapters.vllm.versions import check_version
 from rewarm.adapters.vllm.worker import open_rank
@@ -69,7 +70,9 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         kv = self._kv
         self._engine = open_engine(EngineConfig(kind=kv.engine, num_workers=kv.num_workers))
         self._volume = open_volume(kv, self._engine, self._counters, janitor=True)
-        setup, notes = scheduler_setup(self._vllm_config, self._cache, kv, self._volume, self._counters)
+        setup, notes = scheduler_setup(
+            self._vllm_config, self._cache, kv, self._volume, self._counters, version=vllm.__version__
+        )
         for note in notes:
             logger.warning("Rewarm: %s: what is stored in this run is not found by the next", note)
         logger.info(
@@ -104,8 +107,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM's base class."""
-        _side(self._scheduler).request_finished(request)
-        return False, None
+        return _side(self._scheduler).request_finished(request), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -148,9 +150,9 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See vLLM's base class."""
-        wait_s = IDLE_WAIT_S if self.has_connector_metadata() and self._step_orders().idle else 0.0
-        ended = _side(self._rank).worker.poll(wait_s, finished_req_ids)
-        return None, ended or None
+        orders = self._step_orders() if self.has_connector_metadata() else StepOrders()
+        ended = _side(self._rank).worker.poll(IDLE_WAIT_S if orders.idle else 0.0, finished_req_ids)
+        return set(orders.released) or None, ended or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See vLLM's base class."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from rewarm.adapters.vllm.versions import drains_finished_requests
 from rewarm.errors import AdapterError
 from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, choose_chunk_tokens
 from rewarm.kv.fingerprint import Fingerprint, run_nonce, unknown_contents, weights_fingerprint
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from rewarm.kv.announcer import EventMaker
 
+HELD_SHARE = 4
+"""Finished requests keep at most one of so many blocks: what runs must not wait for the disk."""
 LAYOUT_VERSION = 1
 """Of what a record holds of vLLM's blocks; changes when the adapter maps them otherwise."""
 
@@ -186,6 +189,11 @@ def holder_ranks(config: VllmConfig) -> list[int]:
 def step_tokens(config: VllmConfig) -> int:
     """Tokens that one step computes at most."""
     return int(config.scheduler_config.max_num_batched_tokens)
+
+
+def hold_blocks(kv_cache_config: KVCacheConfig, version: str) -> int:
+    """Blocks that finished requests may keep until their last chunks are staged; 0: this vLLM frees them at once."""
+    return int(kv_cache_config.num_blocks) // HELD_SHARE if drains_finished_requests(version) else 0
 
 
 def prefill_limit(config: VllmConfig) -> int:

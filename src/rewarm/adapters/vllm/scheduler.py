@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rewarm.adapters.vllm import describe
+from rewarm.adapters.vllm.held import HeldRequests
+from rewarm.adapters.vllm.setup import SchedulerSetup
 from rewarm.errors import AdapterError, RewarmError
-from rewarm.kv.announcer import Announcer, EventMaker
+from rewarm.kv.announcer import Announcer
 from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StepReport, StoreOrder
 from rewarm.kv.decision_log import DecisionLog
 from rewarm.kv.fingerprint import run_nonce
@@ -27,76 +28,14 @@ from rewarm.volume.quota import tenant_of
 from rewarm.volume.recovery import host_name
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-    from rewarm.config import KvConfig
-    from rewarm.metrics import Counters
-    from rewarm.volume import Volume
 
 
 logger = logging.getLogger("vllm.rewarm")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSetup:
-    """What a scheduler's side is made of."""
-
-    kv: KvConfig
-    volume: Volume
-    counters: Counters
-    identity: str
-    """Canonical JSON of what all ranks share."""
-    holders: list[int]
-    """Ranks that store a part of each chunk."""
-    block_tokens: int
-    chunk_tokens: int
-    hash_tokens: int
-    """Tokens that one entry of Request.block_hashes stands for."""
-    step_tokens: int
-    """Tokens that the server computes in one step at most."""
-    prefill_limit: int
-    """Of them, what one prompt may take; 0: all."""
-    shares_blocks: bool
-    """Whether the server finds a finished load of one request for the next (its own prefix caching)."""
-    lora_salt: Callable[[str], bytes] = describe.lora_salt
-    events: EventMaker | None = None
-    """Makes the server's KV events; None: nobody asked for them."""
-
-
-def scheduler_setup(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, kv: KvConfig, volume: Volume, counters: Counters
-) -> tuple[SchedulerSetup, list[str]]:
-    """The setup that follows from a server's configuration, and what a person should know about it.
-
-    Raises:
-        AdapterError, UsageError: This server cannot be served as it is configured.
-    """
-    chunk_tokens = describe.chunk_tokens(config, kv_cache_config, kv.chunk_tokens)
-    block_tokens = describe.block_tokens(config, kv_cache_config)
-    hash_tokens = describe.hash_tokens(config, kv_cache_config)
-    if chunk_tokens % hash_tokens:
-        raise AdapterError(f"a chunk of {chunk_tokens} tokens does not end where vLLM hashes ({hash_tokens} tokens)")
-    identity, notes = describe.shared_identity(
-        config, chunk_tokens=chunk_tokens, block_tokens=block_tokens, salt=kv.salt
-    )
-    setup = SchedulerSetup(
-        kv=kv,
-        volume=volume,
-        counters=counters,
-        identity=identity,
-        holders=describe.holder_ranks(config),
-        block_tokens=block_tokens,
-        chunk_tokens=chunk_tokens,
-        hash_tokens=hash_tokens,
-        step_tokens=describe.step_tokens(config),
-        prefill_limit=describe.prefill_limit(config),
-        shares_blocks=bool(config.cache_config.enable_prefix_caching),
-        events=describe.event_maker(config, kv_cache_config, chunk_tokens) if kv.policy != "never" else None,
-    )
-    return setup, notes
+MAX_LATE_STORES = 64
+"""Of finished requests, ordered in one step: more than a disk takes meanwhile."""
 
 
 @dataclass(slots=True)
@@ -112,6 +51,8 @@ class _Tracked:
     """Leading chunks that were considered for a store."""
     put_off: list[int] = field(default_factory=list)
     """Chunks whose store found no room; ordered again while the request holds its blocks."""
+    ordered_step: int = 0
+    """The last step that ordered a store of it."""
     first_failed: int = sys.maxsize
     """The first chunk whose store failed. None behind it is stored: a lookup ends there, and whoever computes this
     context again stores all of it."""
@@ -156,6 +97,7 @@ class SchedulerSide:
         """Request whose load ended early on some rank -> the first of its chunks that is not in place."""
         self._step = 0
         self._stores: dict[bytes, tuple[str, int]] = {}
+        self._held = HeldRequests(setup.hold_blocks)
         self._orders = StepOrders()
         self._lora_salts: dict[tuple[str, str], bytes] = {}
         self._reset_salt = b""
@@ -259,10 +201,13 @@ class SchedulerSide:
             self._order_stores(tracked, cached.num_computed_tokens[index], output)
             if tracked.is_prefill:
                 self._note_part(parts, tracked, cached.num_computed_tokens[index], output)
+        self._order_late_stores()
         orders, self._orders = self._orders, StepOrders()
+        orders.released = self._held.take_released()
         orders.idle = output.total_num_scheduled_tokens == 0
         self._step += 1
         orders.step = self._step
+        self._held.ordered(self._step, len(orders.stores) + len(orders.late_stores))
         if self._pilot is not None:
             orders.idle &= not self._pilot.is_hurried
             orders.cuts = self._pilot.begin_step(self._step, parts)
@@ -285,6 +230,7 @@ class SchedulerSide:
         ended = {request_id: self._end_load(request_id) for request_id in finished_recving}
         if report is None:
             return
+        self._held.reported(report.step, report.store_room)
         if self._pilot is not None:
             self._pilot.end_step(report, ended)
         if report.layouts and self._presence is None:
@@ -299,20 +245,28 @@ class SchedulerSide:
 
     def _settle_stores(self, report: StepReport) -> None:
         for chunk in report.put_off:
-            request_id, index = self._stores.pop(chunk, ("", 0))
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.put_off.append(index)
+            if (settled := self._settle(chunk)) is not None:
+                settled[0].put_off.append(settled[1])
             else:
                 self._count_skipped(1)
         for chunk in report.dropped:
-            request_id, index = self._stores.pop(chunk, ("", 0))
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.first_failed = min(tracked.first_failed, index)
+            if (settled := self._settle(chunk)) is not None:
+                settled[0].first_failed = min(settled[0].first_failed, settled[1])
         for chunk in report.stored:
-            if self._presence is None or not self._presence.is_storing(chunk):  # else other ranks are still at it
-                self._stores.pop(chunk, None)
+            if self._presence is not None and self._presence.is_storing(chunk):
+                continue  # other ranks are still at it
+            if (settled := self._settle(chunk)) is not None:
+                self._held.got_on(settled[0].request.request_id)
+
+    def _settle(self, chunk: bytes) -> tuple[_Tracked, int] | None:
+        """The request and the number of a chunk whose store has ended in some way; None where that is told again, or
+        the request is gone.
+        """
+        request_id, index = self._stores.pop(chunk, ("", 0))
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return None
+        return tracked, index
 
     def _end_load(self, request_id: str) -> int:
         """Tokens from the start of the prompt that are there now."""
@@ -324,13 +278,42 @@ class SchedulerSide:
             return loading.end
         return max(loading.begin, (loading.first + short) * self._setup.chunk_tokens) if short else loading.begin
 
-    def request_finished(self, request: Request) -> None:
-        """Forget a request. Its blocks may be freed at once: stores were taken out of them in their own step."""
-        tracked = self._tracked.pop(request.request_id, None)
+    def request_finished(self, request: Request) -> bool:
+        """Forget a request, or keep its blocks until its last chunks are out of them.
+
+        Returns:
+            Whether the server is to keep the blocks; a step's ``released`` orders name it when they may go.
+        """
+        request_id = request.request_id
         if self._pilot is not None:
-            self._pilot.forget(request.request_id)
-        if tracked is not None and tracked.put_off:
-            self._count_skipped(len(tracked.put_off))
+            self._pilot.forget(request_id)
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return False
+        may_lack_room = self._held.is_unreported(tracked.ordered_step) and self._held.is_room_short
+        if (tracked.put_off or may_lack_room) and self._held.hold(request_id, len(tracked.block_ids)):
+            return True
+        self._drop(request_id)
+        return False
+
+    def _drop(self, request_id: str) -> None:
+        self._count_skipped(len(self._tracked.pop(request_id).put_off))
+
+    def _order_late_stores(self) -> None:
+        """Of finished requests that are held: their blocks were filled in earlier steps."""
+        left = MAX_LATE_STORES
+        for request_id in self._held.names:
+            tracked = self._tracked[request_id]
+            put_off = sorted(tracked.put_off)
+            tracked.put_off = put_off[left:]
+            for index in put_off[:left]:
+                left -= 1
+                self._order_store(tracked, index, self._orders.late_stores)
+            if self._held.is_late(request_id) or not (
+                tracked.put_off or self._held.is_unreported(tracked.ordered_step)
+            ):
+                self._held.release(request_id)
+                self._drop(request_id)
 
     def reset_cache(self) -> bool:
         """From now on nothing that was stored before is served by this server; others still find it."""
@@ -428,19 +411,24 @@ class SchedulerSide:
         put_off = [index for index in tracked.put_off if index < num_ready]
         tracked.put_off = [index for index in tracked.put_off if index >= num_ready]
         for index in (*put_off, *range(tracked.num_considered, num_ready)):
-            chunk = self._chunk_id(tracked, index)
-            if index > tracked.first_failed:
-                self._count_skipped(not self._presence.is_present(chunk))
-            elif self._presence.wants_store(chunk):
-                ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
-                self._orders.stores.append(StoreOrder(chunk, array("q", ids)))
-                self._stores[chunk] = (request_id, index)
-                self._note_owner(tracked, [chunk])
-                if self._announcer is not None:
-                    self._announcer.ordered(chunk, tracked.request, index)
-            elif self._announcer is not None and self._presence.is_present(chunk):
-                self._announcer.found(chunk, tracked.request, index)
+            self._order_store(tracked, index, self._orders.stores)
         tracked.num_considered = max(tracked.num_considered, num_ready)
+
+    def _order_store(self, tracked: _Tracked, index: int, orders: list[StoreOrder]) -> None:
+        assert self._presence is not None
+        chunk = self._chunk_id(tracked, index)
+        if index > tracked.first_failed:
+            self._count_skipped(not self._presence.is_present(chunk))
+        elif self._presence.wants_store(chunk):
+            ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
+            orders.append(StoreOrder(chunk, array("q", ids)))
+            self._stores[chunk] = (tracked.request.request_id, index)
+            tracked.ordered_step = self._step + 1
+            self._note_owner(tracked, [chunk])
+            if self._announcer is not None:
+                self._announcer.ordered(chunk, tracked.request, index)
+        elif self._announcer is not None and self._presence.is_present(chunk):
+            self._announcer.found(chunk, tracked.request, index)
 
     def _may_store(self, tracked: _Tracked) -> bool:
         kv = self._setup.kv

@@ -52,5 +52,14 @@ def check_version(text: str, *, allow_untested: bool) -> None:
         )
 
 
+def drains_finished_requests(text: str) -> bool:
+    """Whether a server keeps stepping while a connector holds blocks of finished requests; an idle one that does not
+    would hold them until the next request.
+
+    Source: Scheduler.has_finished_requests() of 0.20.1 and 0.23.0.
+    """
+    return parse_version(text) >= (0, 23)
+
+
 def _dotted(version: Version) -> str:
     return ".".join(str(part) for part in version)
