@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from leftovers import left_since, temporary_entries
+from leftovers import Leftovers
 
 from rewarm.cli.common import run
 from rewarm.cli.main import cli
@@ -26,7 +26,7 @@ throttle = 0.66
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's CPU build")
 def test_every_token_is_right_and_every_proof_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = temporary_entries()
+    leftovers = Leftovers()
     (tmp_path / "plan.toml").write_text(PLAN)
     out = tmp_path / "out"
     code = run(cli, ["trial", "run", str(tmp_path / "plan.toml"), "--out", str(out), "--root", str(tmp_path), "--json"])
@@ -38,4 +38,4 @@ def test_every_token_is_right_and_every_proof_holds(tmp_path: Path, capsys: pyte
     assert result["arms"]["fs_limited"]["limit_bytes_s"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.toml"]
     assert run(cli, ["trial", "verify", str(out)]) == 0
-    assert left_since(before) == []
+    assert leftovers.left() == []

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 # A module imports from its own layer and from those before it (docs/design.md, section 1).
 LAYERS = (
-    ("errors", "units", "config", "metrics"),
+    ("errors", "units", "inputs", "config", "metrics"),
     ("engine",),
     ("volume",),
     ("kv",),

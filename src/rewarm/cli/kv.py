@@ -1,4 +1,4 @@
-"""``rewarm kv``: what a server decided between loading and computing, and why."""
+"""``rewarm kv``: what a server decided between loading and computing, and why; prompts that are kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from rewarm.cli import kv_pins
 from rewarm.cli.common import json_option, note, print_json, print_table
 from rewarm.errors import ExitCode, StorageError, UsageError
 from rewarm.kv.decision_log import log_files, read_log
@@ -20,7 +21,11 @@ SCHEMA = "rewarm.kv-explain/1"
 
 @click.group("kv")
 def command() -> None:
-    """Explain what a server loaded, what it computed, and why."""
+    """Explain what a server loaded and computed; pin prompts."""
+
+
+for _one in (kv_pins.pin, kv_pins.unpin, kv_pins.pins, kv_pins.prefetch_):
+    command.add_command(_one)
 
 
 @command.command("explain")

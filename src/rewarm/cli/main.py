@@ -30,7 +30,7 @@ _COMMANDS = {
     "bench": _Entry("Measure the storage path here, against its floor and its peers.", extra="trial"),
     "config": _Entry("Show what is configured, and where each value came from."),
     "doctor": _Entry("Check whether this machine fits together."),
-    "kv": _Entry("Explain what a server loaded, what it computed, and why."),
+    "kv": _Entry("Explain what a server loaded and computed; pin prompts."),
     "trial": _Entry("Prove on a real server whether recovery from flash is faster, and right.", extra="trial"),
     "vllm": _Entry("Configure a vLLM server, and check whether its tier hits."),
     "volume": _Entry("Create, look into, verify, empty, export and import volumes."),

@@ -9,23 +9,19 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException, InvalidURL
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import click
 
 from rewarm.cli.common import json_option, note, print_json, print_table
+from rewarm.cli.server import ask_server
 from rewarm.config import POLICIES, STORE_RULES, KvConfig, resolve
 from rewarm.engine import EngineConfig, open_engine
-from rewarm.errors import ExitCode, StorageError, UsageError
+from rewarm.errors import ExitCode, UsageError
 from rewarm.units import format_size, parse_size
 from rewarm.volume import Volume, create_volume
 
 ROOT_FILE = "rewarm.volume"
-TIMEOUT_S = 10.0
 
 
 @click.group("vllm")
@@ -170,7 +166,7 @@ def _samples(metrics_text: str) -> Iterator[tuple[str, str, float]]:
 @json_option
 def check(url: str, as_json: bool) -> ExitCode:
     """Tell whether the tier of the server at URL hits. Exits 0 when it does, 1 when not."""
-    state = tier_state(_read_metrics(url))
+    state = tier_state(ask_server(url, "/metrics").decode(errors="replace"))
     if as_json:
         print_json(
             {
@@ -194,29 +190,3 @@ def check(url: str, as_json: bool) -> ExitCode:
             ]
             print_table(("since the start", ""), rows)
     return ExitCode.DONE if state.hits else ExitCode.ANSWER_IS_NO
-
-
-def _read_metrics(url: str) -> str:
-    not_an_address = UsageError(f"{url!r} is not a server's address", hint="like http://127.0.0.1:8000")
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-    except ValueError:
-        raise not_an_address from None
-    if parts.scheme not in {"http", "https"} or not parts.netloc:
-        raise not_an_address
-    address = f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/metrics').rstrip('/')}/metrics"
-    try:
-        with urlopen(address, timeout=TIMEOUT_S) as response:  # noqa: S310 - http or https, checked above
-            return str(response.read().decode(errors="replace"))
-    except HTTPError as error:
-        raise StorageError(
-            f"{address} answers {error.code} {error.reason}",
-            hint="is this the address of the vLLM server itself, not of a router?",
-        ) from error
-    except InvalidURL:
-        raise not_an_address from None
-    except (URLError, OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise StorageError(
-            f"{address} does not answer: {reason}", hint="is the server up, and the port right?"
-        ) from error

@@ -26,6 +26,7 @@ from rewarm.volume.archive import Exported, export_archive, import_archive
 from rewarm.volume.evict import Evicted, choose, evict_until, purge
 from rewarm.volume.info import MANY_RECORDS, NamespaceInfo, RootInfo, VolumeInfo, flatten, root_info, volume_info
 from rewarm.volume.layout import read_roots
+from rewarm.volume.pins import pin_names, pins_of
 from rewarm.volume.verify import Problem, verify_volume
 
 _UNLOCKED_S = 60.0
@@ -306,10 +307,13 @@ def _print_problems(what: str, problems: Sequence[Problem]) -> None:
 @click.option("--until", metavar="ROOM", help="Evict the least used records until so much is free: 10%, 20GiB a DIR.")
 @click.option("--namespace", "prefixes", multiple=True, metavar="ID", help="Remove a namespace; info shows the ids.")
 @click.option("--salt", metavar="TEXT", help="Remove all namespaces of servers that were configured with this salt.")
+@click.option("--pinned-too", is_flag=True, help="Pinned records as well (rewarm kv pins).")
 @json_option
 @quiet_option
-def evict(roots: Sequence[str], until: str | None, prefixes: Sequence[str], salt: str | None, as_json: bool) -> None:
-    """Remove records, while servers may use the volume: what is gone is a miss to them."""
+def evict(
+    roots: Sequence[str], until: str | None, prefixes: Sequence[str], salt: str | None, pinned_too: bool, as_json: bool
+) -> None:
+    """Remove records, while servers may use the volume: what is gone is a miss to them. Pinned ones stay."""
     if not until and not prefixes and salt is None:
         raise UsageError("nothing says what to evict", hint="give --until, --namespace or --salt")
     if until and (prefixes or salt is not None):
@@ -320,9 +324,11 @@ def evict(roots: Sequence[str], until: str | None, prefixes: Sequence[str], salt
         sizes = [(info.file.capacity_bytes, info.usage.used_bytes) for info in infos]
         surplus = sum(max(0, used + room(capacity) - capacity) for capacity, used in sizes)
         with progress("evict", surplus, in_bytes=True) as advance:
-            done = evict_until(roots, room, advance=advance)
+            done = evict_until(roots, room, pinned_too=pinned_too, advance=advance)
+        if done.num_bytes < surplus and not pinned_too and any(map(pin_names, roots)):
+            note("note: there is less room than asked for: the rest is pinned (rewarm kv pins, or --pinned-too)")
     else:
-        done = _purge(roots, prefixes, salt)
+        done = _purge(roots, prefixes, salt, pinned_too=pinned_too)
     if as_json:
         print_json({"schema": "rewarm.volume.evict/1", "records": done.num_records, "bytes": done.num_bytes})
     else:
@@ -341,7 +347,7 @@ def _parse_room(text: str) -> Callable[[int], int]:
     raise UsageError(f"{text!r} is no share of the volume", hint="write it like 10% or 20GiB")
 
 
-def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None) -> Evicted:
+def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None, *, pinned_too: bool) -> Evicted:
     found = volume_info(roots).namespaces
     chosen = choose(found, prefixes)
     if salt is not None:
@@ -350,6 +356,11 @@ def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None) -> E
         if not salted:
             raise UsageError("no namespace has this salt", hint="rewarm volume info DIR lists them")
         chosen += [namespace for namespace in salted if namespace not in chosen]
+    pinned = pins_of(roots, {namespace.id for namespace in chosen})
+    if pinned and not pinned_too:
+        raise UsageError(
+            f"pins name records of it: {', '.join(pinned[:10])}", hint="rewarm kv unpin first, or give --pinned-too"
+        )
     with progress("evict", sum(namespace.num_records for namespace in chosen)) as advance:
         return purge(roots, [namespace.id for namespace in chosen], advance=advance)
 

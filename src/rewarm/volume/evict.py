@@ -16,6 +16,7 @@ from rewarm.volume.count import record_entries
 from rewarm.volume.info import NamespaceInfo
 from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import NAMESPACE_FILE, RootPaths, namespace_ids, read_namespace_file, read_roots
+from rewarm.volume.pins import pin_names
 from rewarm.volume.session import SessionReader, session_directories
 from rewarm.volume.usage import Usage, UsageFile
 
@@ -35,19 +36,25 @@ class Evicted:
 
 
 def evict_until(
-    roots: Sequence[str], free_bytes: Callable[[int], int], *, advance: Callable[[int], None] = lambda _n: None
+    roots: Sequence[str],
+    free_bytes: Callable[[int], int],
+    *,
+    pinned_too: bool = False,
+    advance: Callable[[int], None] = lambda _n: None,
 ) -> Evicted:
     """Remove the records that are used least until each root has room, in the order of its janitor.
 
-    Where a server's janitor runs, it is asked to; else this process is the janitor for as long as it takes.
+    Where a server's janitor runs, it is asked to; else this process is the janitor for as long as it takes. Pinned
+    records stay, and there may be less room then, unless ``pinned_too``.
 
     Args:
         roots: Directories of one volume.
         free_bytes: Capacity of a root -> bytes that are to be free in it.
+        pinned_too: Whether pinned records go like the rest.
         advance: Called with the bytes that were freed.
     Raises:
         UsageError: More is to be free than the capacity.
-        BusyError: A janitor holds the lock and does nothing.
+        BusyError: A janitor holds the lock and does nothing, or heeds the pins that this call is not to heed.
         StorageError, OSError: A root that cannot be written to, or records there whose namespace cannot be read.
         FormatVersionError: Records of a newer format are in the way.
     """
@@ -58,17 +65,22 @@ def evict_until(
             may, asked = format_size(file.capacity_bytes), format_size(wanted)
             raise UsageError(f"{root} may hold {may}, so {asked} can never be free in it")
         with changing(root):
-            before, after = _evict_root(root, file.capacity_bytes - wanted)
+            before, after = _evict_root(root, file.capacity_bytes - wanted, pinned_too=pinned_too)
         done.num_records += after.evicted_records - before.evicted_records
         done.num_bytes += after.evicted_bytes - before.evicted_bytes
         advance(after.evicted_bytes - before.evicted_bytes)
     return done
 
 
-def _evict_root(root: str, target: int) -> tuple[Usage, Usage]:
+def _evict_root(root: str, target: int, *, pinned_too: bool) -> tuple[Usage, Usage]:
     """Bring a root down to ``target`` bytes; returns what its budget said before and after."""
-    janitor = RootJanitor(root)
+    janitor = RootJanitor(root, heeds_pins=not pinned_too)
     with janitor.alone() as is_alone, closing(UsageFile(RootPaths(root).usage)) as usage:
+        if pinned_too and not is_alone and pin_names(root):
+            raise BusyError(
+                f"a server's janitor works on {root}, and heeds its pins",
+                hint="rewarm kv unpin takes a pin away; or stop the servers of this volume first",
+            )
         before = usage.read()
         if is_alone:
             janitor.prepare()

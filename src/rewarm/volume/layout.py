@@ -99,6 +99,7 @@ class RootPaths:
         self.wear = os.path.join(self.state, "wear")
         self.quotas = os.path.join(self.state, "quotas")
         self.tenants = os.path.join(self.state, "tenants")
+        self.pins = os.path.join(self.state, "pins")
         self.janitor_lock = os.path.join(self.state, "janitor.lock")
         self.recovery_lock = os.path.join(self.state, "recovery.lock")
         self.order = os.path.join(self.state, "order")

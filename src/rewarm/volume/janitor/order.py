@@ -10,13 +10,16 @@ many sessions are under way, and then they all miss twice; for documents that ar
 what comes back after it was evicted votes, as in ARC (N. Megiddo, D. Modha, FAST 2003): from the small queue for a
 longer one, from the main queue for a shorter one. What it brings: docs/guides/eviction.md.
 
+A pinned record is never evicted: when its turn comes it is parked outside of both queues, and returns to the main one
+when it is pinned no more.
+
 A record takes 60 to 75 bytes here.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 
 from rewarm.volume.janitor.ghosts import Ghosts
@@ -31,7 +34,7 @@ MIN_SHARE, MAX_SHARE = 0.1, 0.9
 """Of the bytes, that the small queue may have before the main one gives way."""
 _VOTE = 4.0
 """Records that the border moves by with one that comes back, where both queues lose as many."""
-_IN_MAIN, _UNPLACED, _GONE = 4, 8, 16
+_IN_MAIN, _UNPLACED, _GONE, _PARKED = 4, 8, 16, 32
 """Bits beside the number of uses."""
 _MAX_TENANTS = 1 << 16
 _MAX_EARLY = 100_000
@@ -53,16 +56,33 @@ class EvictionOrder:
         self._num_gone = 0
         self._small, self._main = _Queue(self._next), _Queue(self._next)
         self._ghosts = Ghosts()
+        self._pinned: Container[bytes] = frozenset()
+        self._parked: set[int] = set()
         self._sizes: dict[bytes, int] = {}
         self.small_share = FIRST_SHARE
         self.small_bytes = 0
         self.total_bytes = 0
+        """Of all records but the parked ones."""
 
     def __len__(self) -> int:
         return len(self._names)
 
     def __contains__(self, name: bytes) -> bool:
         return self._names.find(name) != NONE
+
+    @property
+    def can_pop(self) -> bool:
+        """Whether a record is left that is not parked; it may be pinned."""
+        return bool(self._small or self._main)
+
+    def pin(self, names: Container[bytes]) -> None:
+        """From now on these names, there or not, are pinned, and no others."""
+        self._pinned = names
+        for number in [number for number in self._parked if self._names.name(number) not in names]:
+            name = self._names.name(number)
+            self._parked.discard(number)
+            self._held[self._owners[number]] -= self.size_of(name)  # _enter() adds it
+            self._enter(number, name, self._states[number] & 3, in_main=True)
 
     def set_size(self, prefix: bytes, num_bytes: int) -> None:
         """Records whose name starts with these two bytes have this size."""
@@ -120,7 +140,8 @@ class EvictionOrder:
             state = self._states[number]
             if found >= num_bytes:
                 break
-            if self._owners[number] == owner and not state & _GONE:
+            is_here = self._owners[number] == owner and not state & _GONE
+            if is_here and self._names.name(number) not in self._pinned:
                 (used if state & 3 else unused).append(number)
                 found += 0 if state & 3 else self.size_of(self._names.name(number))
         chosen: list[bytes] = []
@@ -138,6 +159,12 @@ class EvictionOrder:
         number = self._names.find(name)
         if number == NONE:
             return
+        if number in self._parked:
+            self._parked.discard(number)
+            self._held[self._owners[number]] -= self.size_of(name)
+            self._names.remove(name)
+            self._names.release(number)
+            return
         self._leave(number, name)
         self._names.remove(name)
         self._states[number] |= _GONE  # its number is free again when its turn in the queue comes
@@ -149,7 +176,7 @@ class EvictionOrder:
             self._num_gone = 0
 
     def pop(self) -> bytes | None:
-        """The record to evict now; None: there is none."""
+        """The record to evict now; None: there is none that is not pinned."""
         while True:
             is_long = self.small_bytes > self.small_share * self.total_bytes
             queue = self._small if self._small and (is_long or not self._main) else self._main
@@ -162,6 +189,9 @@ class EvictionOrder:
                 self._num_gone -= 1
                 continue
             self._leave(number, name)
+            if name in self._pinned:
+                self._park(number, name)
+                continue
             was_in_main = bool(state & _IN_MAIN)
             if state & 3:
                 self._enter(number, name, (state & 3) - 1 if was_in_main else 0, in_main=True)
@@ -178,6 +208,9 @@ class EvictionOrder:
             for number in queue:
                 if not self._states[number] & _GONE:
                     yield self._names.name(number), self._states[number], tenants[self._owners[number]]
+        for number in sorted(self._parked):
+            state = self._states[number] & 3 | _IN_MAIN
+            yield self._names.name(number), state, tenants[self._owners[number]]
 
     def restore(self, saved: Iterable[tuple[bytes, int, bytes]], present: Iterable[bytes]) -> None:
         """Take in what is missing here: first what was saved and is present, in its old place, then what else is."""
@@ -218,6 +251,12 @@ class EvictionOrder:
         self.total_bytes += size
         self.small_bytes += 0 if in_main else size
         self._held[self._owners[number]] += size
+
+    def _park(self, number: int, name: bytes) -> None:
+        """A record that has left its queue stays out of both."""
+        self._states[number] = self._states[number] & 3 | _PARKED
+        self._parked.add(number)
+        self._held[self._owners[number]] += self.size_of(name)
 
     def _leave(self, number: int, name: bytes) -> None:
         size = self.size_of(name)

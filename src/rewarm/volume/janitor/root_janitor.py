@@ -30,6 +30,7 @@ from rewarm.volume.layout import (
     to_text,
 )
 from rewarm.volume.open_root import file_identity
+from rewarm.volume.pins import Pin, WatchedPins
 from rewarm.volume.quota import NO_TENANT, WatchedQuotas
 from rewarm.volume.recovery import host_name, write_mark
 from rewarm.volume.session import Did, SessionReader, remove_unnamed, session_directories
@@ -68,7 +69,12 @@ _SHARE = struct.Struct("<d24x")
 class RootJanitor:
     """Used by one thread. ``run`` works while it holds the lock; ``step`` is one round of it."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, heeds_pins: bool = True) -> None:
+        """
+        Args:
+            root: Directory.
+            heeds_pins: False: what is pinned goes like the rest, because somebody asked for that.
+        """
         self._paths = RootPaths(root)
         self._capacity_bytes = read_root_file(root).capacity_bytes
         self._identity = file_identity(self._paths.volume_file)
@@ -82,6 +88,9 @@ class RootJanitor:
         self._is_ready = self._is_exact = False
         self._changed = False
         self._quotas = WatchedQuotas(root)
+        self._pins = WatchedPins(root) if heeds_pins else None
+        self._pinned: list[Pin] = []
+        self._num_pin_namespaces = 0
         self._told_tenants: dict[str, int] = {}
         self.evicted_records = self.evicted_bytes = 0
         """What this object evicted, so far; read by another thread."""
@@ -159,6 +168,7 @@ class RootJanitor:
             self._look_for_namespaces()
             self._fold_sessions()
             self._next_look = now + LOOK_AROUND_S
+            self._heed_pins()
             self._keep_quotas()
         if needed:
             self.evict(needed)
@@ -184,11 +194,11 @@ class RootJanitor:
         while freed < num_bytes:
             batch_bytes = self._evict_batch(num_bytes - freed)
             freed += batch_bytes
-            if not len(self._order):
+            if not self._order.can_pop:
                 # The budget says that there is more: records that no log told of, or room that killed writers had.
                 self._order.restore((), self._present())
                 self._recount()
-                if not batch_bytes and not len(self._order):
+                if not batch_bytes and not self._order.can_pop:
                     with self._usage.update() as usage:
                         usage.pressure_bytes = 0
                     break
@@ -216,6 +226,23 @@ class RootJanitor:
             usage.evicted_bytes += num_bytes
         self.evicted_records += num_records
         self.evicted_bytes += num_bytes
+
+    def _heed_pins(self) -> None:
+        """Tell the order which records may not go. Those of a namespace that is not here yet wait for it."""
+        if self._pins is None:
+            return
+        num_namespaces = len(self._namespaces)
+        try:
+            changed = self._pins.changed()
+        except OSError as error:
+            _log.warning("%s: the pins stay as they were: %s", self._paths.root, error)
+            return
+        if changed is None and num_namespaces == self._num_pin_namespaces:
+            return
+        self._pinned = self._pinned if changed is None else list(changed)
+        self._num_pin_namespaces = num_namespaces
+        entries = (entry for pin in self._pinned for entry in pin.entries)
+        self._order.pin({self._numbers[place] + key for place, key in entries if place in self._numbers})
 
     def _keep_quotas(self) -> None:
         """Remove what tenants have above their quotas, and a little more, so that each look need not."""
@@ -295,7 +322,11 @@ class RootJanitor:
         """Of small files whose writer was killed or lost its power; a record's own goes with its session."""
         with suppress(FileNotFoundError):
             now_s = os.stat(self._paths.janitor_lock).st_mtime  # written to when the lock was taken
-            for directory in (self._paths.state, *map(self._paths.namespace, namespace_ids(self._paths.root))):
+            for directory in (
+                self._paths.state,
+                self._paths.pins,
+                *map(self._paths.namespace, namespace_ids(self._paths.root)),
+            ):
                 remove_dead_temporaries(directory, now_s)
 
     def _look_for_namespaces(self) -> None:
