@@ -15,20 +15,21 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
-from rewarm.errors import StorageError, UsageError
+from rewarm.errors import UsageError
+from rewarm.inputs import read_input, shown
 from rewarm.units import GIB, KIB, MAX_SIZE, MIB, format_size, parse_size
 
 CONFIG_FILE_VARIABLE = "REWARM_CONFIG"
+MAX_FILE_BYTES = MIB
 
 POLICIES = ("always_load", "auto", "never")
 STORE_RULES = ("always", "on_reuse", "prompts_over_tokens")
 ENGINES = ("auto", "io_uring", "threads", "pure")
 
 
-def _check(rule_holds: bool, message: str, hint: str = "") -> None:
+def _check(rule_holds: bool, message: str, hint: str) -> None:
     if not rule_holds:
         raise UsageError(message, hint=hint)
 
@@ -37,7 +38,7 @@ def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     near = difflib.get_close_matches(value, known, n=1)
     _check(
         value in known,
-        f"{name} is {value!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        f"{name} is {shown(value)}" + (f"; did you mean {near[0]!r}?" if near else ""),
         f"one of: {', '.join(known)}",
     )
 
@@ -98,8 +99,8 @@ class KvConfig(Section):
 
     def __post_init__(self) -> None:
         for root in self.roots:
-            _check(os.path.isabs(root), f"kv.roots has {root!r}, which is not an absolute path")
-        _check(len(set(self.roots)) == len(self.roots), "kv.roots names a directory twice")
+            _check(os.path.isabs(root), f"kv.roots has {shown(root)}, which is not an absolute path", "like /mnt/kv")
+        _check(len(set(self.roots)) == len(self.roots), "kv.roots names a directory twice", "name each once")
         _check(
             self.capacity_bytes == 0 or self.capacity_bytes >= GIB // 16,
             f"kv.capacity_bytes is {format_size(self.capacity_bytes)}",
@@ -197,11 +198,9 @@ def _read_file(path: str, section_name: str) -> Mapping[str, Any]:
     else:
         import tomli as tomllib
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
+        document = tomllib.loads(read_input(path, MAX_FILE_BYTES).decode())
     except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without an end
-        raise UsageError(f"{path} is not TOML: {error}") from error
+        raise UsageError(f"{path} is not TOML: {error}", hint="a table for each section, like [kv]") from error
     known = [known_section.SECTION for known_section in SECTIONS]
     for name, table in document.items():
         _check_known(name, known, path)
@@ -215,7 +214,7 @@ def _check_known(key: str, known: Any, where: str) -> None:
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         raise UsageError(
-            f"{where} has no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            f"{where} has no key {shown(key)}" + (f"; did you mean {near[0]!r}?" if near else ""),
             hint="rewarm config show lists them all",
         )
 
@@ -235,8 +234,8 @@ def _convert(section: type[Section], key: str, value: Any, origin: str) -> Any:
         try:
             value = wanted(value)
         except ValueError:
-            raise UsageError(f"{name} is {value[:_SHOWN]!r}, which is not a number") from None
-    _check(type(value) is not int or abs(value) <= MAX_SIZE, f"{name} is too large a number")
+            raise UsageError(f"{name} is {shown(value)}, which is not a number", hint=_LISTED) from None
+    _check(type(value) is not int or abs(value) <= MAX_SIZE, f"{name} is too large a number", _LISTED)
     if wanted == tuple[str, ...]:
         parts = value.split(":") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)) and all(isinstance(part, str) and part for part in parts):
@@ -245,8 +244,10 @@ def _convert(section: type[Section], key: str, value: Any, origin: str) -> Any:
         return float(value)
     elif type(value) is wanted:
         return value
-    raise UsageError(f"{name} is {value!r}, which is not {_TYPE_NAMES.get(wanted, 'a list of paths')}")
+    raise UsageError(
+        f"{name} is {shown(value)}, which is not {_TYPE_NAMES.get(wanted, 'a list of paths')}", hint=_LISTED
+    )
 
 
-_SHOWN = 40
+_LISTED = "rewarm config show lists what each setting is"
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -35,20 +35,29 @@ class ExitCode(IntEnum):
     BUG = 10
 
 
+_HEAD, _TAIL = 400, 150
+"""Characters that are left of a text that is far too long: what a value of a megabyte stood in is still told."""
+
+
+def shortened(text: str) -> str:
+    """A text as a person can read it: the middle of a very long one, which is a value that it repeats, is left out."""
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
 class RewarmError(Exception):
     """Root of the tree.
 
     Args:
-        message: One line, without a full stop at its end.
+        message: One line, without a full stop at its end; cut where it is far too long.
         hint: What to do next, one line; shown as ``hint: ...``.
     """
 
     exit_code = ExitCode.BUG
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        super().__init__(shortened(message))
+        self.message = shortened(message)
+        self.hint = shortened(hint)
 
 
 class UsageError(RewarmError):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rewarm.config import SECTIONS, KvConfig, resolve, variable_name
+from rewarm.config import MAX_FILE_BYTES, SECTIONS, KvConfig, resolve, variable_name
 from rewarm.errors import StorageError, UsageError
 from rewarm.units import GIB
 
@@ -130,3 +131,21 @@ def test_defaults_pass_their_own_checks_and_names_are_distinct(section: type[KvC
     section()
     names = [variable_name(section, field.name) for field in dataclasses.fields(section)]
     assert len(set(names)) == len(names)
+
+
+def test_a_file_without_an_end_is_not_read_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pipe, huge = tmp_path / "pipe", tmp_path / "huge.toml"
+    os.mkfifo(pipe)
+    huge.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    for path in ("/dev/zero", str(pipe), str(tmp_path), str(huge)):
+        with pytest.raises(UsageError) as caught:
+            resolve(KvConfig, environ={"REWARM_CONFIG": path})
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["salt", "roots", "num_workers", "policy", "durable", "dwpd", "x" * 1_000_000])
+def test_a_long_value_is_not_repeated_whole(key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(KvConfig, server={key: ["y" * 1_000_000, 3]}, environ={})
+    assert caught.value.hint
+    assert len(caught.value.message) < 700

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewarm.errors import FormatVersionError, RewarmError, StorageError, VolumeFull
+from rewarm.errors import FormatVersionError, RewarmError, StorageError, UsageError, VolumeFull
 from rewarm.units import GIB, MIB
 
 
@@ -39,3 +39,14 @@ def test_messages_are_one_line() -> None:
     ):
         assert isinstance(error, RewarmError)
         assert "\n" not in error.message + error.hint
+
+
+def test_a_text_that_is_far_too_long_is_cut_in_the_middle() -> None:
+    error = UsageError("x is " + "y" * 1_000_000 + ", which is not a number", hint="z" * 1_000_000)
+    assert len(error.message) < 700
+    assert str(error) == error.message
+    assert error.message.startswith("x is yyy")
+    assert error.message.endswith("which is not a number")
+    assert len(error.hint) < 700
+    path = "/" + "d" * 250
+    assert UsageError(f"{path} is no volume").message == f"{path} is no volume"

@@ -99,3 +99,28 @@ def test_the_core_imports_without_any_optional_package() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+SPEAK_TO_PEOPLE = (
+    "cli",
+    "bench",
+    "trial",
+    "adapters",
+    "config.py",
+    "inputs.py",
+    "units.py",
+    "volume/evict.py",
+    "volume/pins.py",
+)
+
+
+@pytest.mark.parametrize("where", SPEAK_TO_PEOPLE)
+def test_an_error_of_use_names_the_next_step(where: str) -> None:
+    """Where a person reads it; an error of a call between modules has nobody to tell it to."""
+    place = SOURCE / where
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UsageError":
+                hints = [keyword.value for keyword in node.keywords if keyword.arg == "hint"]
+                assert hints, f"{path}:{node.lineno}: no hint"
+                assert not (isinstance(hints[0], ast.Constant) and not hints[0].value), f"{path}:{node.lineno}: empty"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def check_svg(path: Path) -> None:
     """UsageError where the path does not end in .svg."""
     if path.suffix != ".svg":
-        raise UsageError(f"{path} does not end in .svg")
+        raise UsageError(f"{path} does not end in .svg", hint="name a file like chart.svg")
 
 
 def canvas_type() -> type[Figure]:

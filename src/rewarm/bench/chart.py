@@ -24,7 +24,7 @@ def write_chart(report: Report, path: Path) -> None:
     check_svg(path)
     groups = _groups(report.figures)
     if not groups:
-        raise UsageError("nothing to draw: the report has no rates")
+        raise UsageError("nothing to draw: the report has no rates", hint="leave --chart out")
     canvas_class = canvas_type()
     canvas = canvas_class(figsize=(max(6.0, 1.1 * len(groups)), 4.6), layout="constrained")
     axes = canvas.add_subplot()

@@ -7,6 +7,7 @@ device, in blocks that were poisoned before and lie elsewhere in each round.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ _ELEMENT_BYTES = 2
 """Of bfloat16."""
 _SPARE_BYTES = 256 * MIB
 """Room beyond the records: names, and what a file system wants for itself."""
+
+_LESS = "fewer --requests, --tokens or --layers need less"
 
 Step = Callable[[str], None]
 
@@ -82,9 +85,12 @@ class Plan:
             asked_tokens=self.chunk_tokens,
         )
         if self.tokens % chunk_tokens:
+            whole = -(-self.tokens // chunk_tokens) * chunk_tokens
+            fits = self.tokens % BLOCK_TOKENS == 0  # a chunk is whole blocks
+            smaller = f", or --chunk-tokens {math.gcd(self.tokens, chunk_tokens)}" if fits else ""
             raise UsageError(
                 f"{self.tokens} tokens a request are no multiple of a chunk of {chunk_tokens}",
-                hint=f"use --tokens {-(-self.tokens // chunk_tokens) * chunk_tokens}, or name another --chunk-tokens",
+                hint=f"use --tokens {whole}{smaller}",
             )
         return chunk_tokens // BLOCK_TOKENS
 
@@ -116,7 +122,7 @@ def run(root: Path, plan: Plan, *, command: str, step: Step = lambda _: None) ->
     capacity_bytes = plan.capacity_bytes(chunk_blocks)
     cold = None if in_memory(str(root)) else ColdCache.detect()  # a cache in memory cannot be dropped
     with ExitStack() as stack:
-        directory = stack.enter_context(work_directory(root, need_bytes=capacity_bytes + _SPARE_BYTES))
+        directory = stack.enter_context(work_directory(root, need_bytes=capacity_bytes + _SPARE_BYTES, less=_LESS))
         volume = directory / "volume"
         create_volume([str(volume)], capacity_bytes=capacity_bytes)
         rank = _open_rank(plan, device, volume, chunk_blocks)

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rewarm.bench.report import Figure, with_goal
-from rewarm.errors import UsageError
+from rewarm.errors import RewarmError, UsageError
+from rewarm.inputs import read_input
+from rewarm.units import MIB
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,6 +30,8 @@ else:
 
 GOALS_FILE = Path(__file__).with_name("goals.toml")
 """The project's own; ``bench/goals.toml`` of a clone is a link to it."""
+
+MAX_BYTES = MIB
 
 BENCHES = ("kv", "device", "scale", "policy")
 """Kinds of bench that goals may stand for; what one of them does not measure is not missed in the other."""
@@ -56,9 +60,12 @@ def read_goals(path: Path, bench: str) -> Goals:
         UsageError: Not readable, not TOML, or a bench or a bound of a name that does not exist.
     """
     try:
-        document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as problem:
-        raise UsageError(f"cannot read the goals in {path}: {problem}") from problem
+        document: dict[str, Any] = tomllib.loads(read_input(str(path), MAX_BYTES).decode())
+    except (RewarmError, ValueError, RecursionError) as problem:
+        raise UsageError(
+            f"cannot read the goals in {path}: {problem}",
+            hint="TOML like rewarm/bench/goals.toml; or leave --goals out",
+        ) from problem
     for name, goals in document.items():
         if name not in BENCHES or not isinstance(goals, dict):
             raise UsageError(f"{path}: {name} is no bench with goals", hint=f"benches: {', '.join(BENCHES)}")

@@ -154,7 +154,7 @@ def run(root: Path, plan: Plan, *, command: str, step: Step = lambda _: None) ->
     started, start = datetime.now(timezone.utc), time.monotonic()
     conditions = environment.describe(root)
     with ExitStack() as stack:
-        directory = stack.enter_context(work_directory(root, need_bytes=plan.need_bytes))
+        directory = stack.enter_context(work_directory(root, need_bytes=plan.need_bytes, less="--quick needs less"))
         memory = Memory(plan.half_bytes)
         stack.callback(memory.close)
         bench = _Run(plan=plan, directory=directory, step=step, cold=ColdCache.detect(), memory=memory)

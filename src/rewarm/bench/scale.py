@@ -64,8 +64,11 @@ def run(root: Path, plan: Plan, *, command: str, step: Callable[[str], None] = l
     """
     started, start = datetime.now(timezone.utc), time.monotonic()
     conditions = environment.describe(root)
+    need_bytes = plan.num_records * _FILE_BYTES + GIB
     with ExitStack() as stack:
-        directory = stack.enter_context(work_directory(root.resolve(), need_bytes=plan.num_records * _FILE_BYTES + GIB))
+        directory = stack.enter_context(
+            work_directory(root.resolve(), need_bytes=need_bytes, less="fewer --records need less")
+        )
         volume = _NamedVolume(directory, plan)
         volume.fill()
         step("names made")

@@ -14,15 +14,18 @@ from rewarm.errors import StorageError, VolumeFull
 
 PREFIX = ".rewarm-bench-"
 _LOCK = "lock"
-_ROOM_HINT = "free some, or name another directory; --quick needs less"
 
 
 @contextmanager
-def work_directory(root: Path, *, need_bytes: int) -> Iterator[Path]:
+def work_directory(root: Path, *, need_bytes: int, less: str) -> Iterator[Path]:
     """A new directory below ``root``, removed at the end: after an error, Ctrl-C and SIGTERM too.
 
     What a killed bench left there is removed first: its lock is free. A bench that still runs keeps its directory.
 
+    Args:
+        root: Where.
+        need_bytes: Room that there must be.
+        less: What a person can do to need less, for the error.
     Raises:
         StorageError: ``root`` is no directory, or cannot be written to.
         VolumeFull: Less room than ``need_bytes``; nothing was made.
@@ -32,7 +35,8 @@ def work_directory(root: Path, *, need_bytes: int) -> Iterator[Path]:
     remove_abandoned(root)
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < need_bytes:
-        raise VolumeFull(str(root), need_bytes=need_bytes, free_bytes=free_bytes, hint=_ROOM_HINT)
+        hint = f"free some, or name another directory; {less}"
+        raise VolumeFull(str(root), need_bytes=need_bytes, free_bytes=free_bytes, hint=hint)
     try:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     except OSError as problem:

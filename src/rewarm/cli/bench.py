@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
+from rewarm.cli.common import check_between, json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.errors import ExitCode, UsageError
 from rewarm.units import parse_size
 
@@ -145,6 +145,7 @@ def scale(root: Path, records: int, num_roots: int, seconds: float, check: bool,
     from rewarm.bench import scale as bench
     from rewarm.bench.goals import judge
 
+    check_between("--seconds", seconds, 1, 3600)
     plan = bench.Plan(num_records=records, num_roots=num_roots, work_s=seconds)
     with progress("bench scale", plan.rounds + 4) as advance:
         report = bench.run(root, plan, command=_command_line(), step=lambda _what: advance(1))
@@ -185,8 +186,6 @@ def eviction(traces: tuple[str, ...], seed: int, scale: float, memory: str, char
     from rewarm.bench.table import number
 
     _check_chart(chart)
-    if not 0 < scale <= 1000:
-        raise UsageError(f"--scale is {scale:g}", hint="above 0, at most 1000")
     plan = bench.Plan(seed=seed, scale=scale, memory_bytes=parse_size(memory))
     if traces:
         plan = dataclasses.replace(plan, traces=traces)
@@ -282,7 +281,7 @@ def _replay(path: Path, *, as_json: bool) -> None:
 
 def _check_chart(chart: Path | None) -> None:
     if chart is not None and chart.suffix != ".svg":
-        raise UsageError(f"{chart} does not end in .svg")
+        raise UsageError(f"{chart} does not end in .svg", hint="name a file like chart.svg")
 
 
 def _goals(goals_file: Path | None, bench: str) -> Goals:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rewarm.errors import ExitCode, RewarmError, StorageError
+from rewarm.errors import ExitCode, RewarmError, StorageError, UsageError, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,6 +75,16 @@ def note(text: str) -> None:
         _say(text)
 
 
+def check_between(option: str, value: float, low: float, high: float, unit: str = "") -> None:
+    """Refuse a number that is none, or outside of its bounds.
+
+    Raises:
+        UsageError: It is.
+    """
+    if not low <= value <= high:  # of a number that is none, nothing holds
+        raise UsageError(f"{option} is {value:g}", hint=f"{low:g} to {high:g}{f' {unit}' if unit else ''}")
+
+
 @contextmanager
 def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar with the time left on stderr, only where that is a terminal; yields ``advance(n)``.
@@ -102,9 +112,9 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
 
 def print_error(message: str, hint: str = "") -> None:
     """``error: ...`` and, where there is one, ``hint: ...``, each one line on stderr."""
-    _say(message, f"{click.style('error', fg='red', bold=True)}: ")
+    _say(shortened(message), f"{click.style('error', fg='red', bold=True)}: ")
     if hint:
-        _say(hint, f"{click.style('hint', fg='cyan', bold=True)}: ")
+        _say(shortened(hint), f"{click.style('hint', fg='cyan', bold=True)}: ")
 
 
 def _say(text: str, before: str = "") -> None:

@@ -59,16 +59,19 @@ def show(config_file: str, extra: str, as_json: bool) -> None:
     )
 
 
+_EXTRA = """what --kv-transfer-config gets, or its kv_connector_extra_config: {"roots": ["/mnt/nvme0/kv"]}"""
+
+
 def _parse_extra(text: str) -> Mapping[str, Any]:
     try:
         extra = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--extra is not JSON: {error}") from error
+        raise UsageError(f"--extra is not JSON: {error}", hint=_EXTRA) from error
     if not isinstance(extra, dict):
-        raise UsageError("--extra is not a JSON object")
+        raise UsageError("--extra is not a JSON object", hint=_EXTRA)
     inner = extra.get("kv_connector_extra_config", extra)
     if not isinstance(inner, dict):
-        raise UsageError("kv_connector_extra_config is not a JSON object")
+        raise UsageError("kv_connector_extra_config is not a JSON object", hint=_EXTRA)
     return inner
 
 

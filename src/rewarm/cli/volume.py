@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import click
 
 from rewarm.cli import volume_quota
-from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
+from rewarm.cli.common import check_between, json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.config import KvConfig, resolve
 from rewarm.errors import ExitCode, StorageError, UsageError
 from rewarm.units import MIB, format_rate, format_size, parse_size
@@ -214,8 +214,7 @@ def _print_values(values: dict[str, str]) -> None:
 @json_option
 def top(roots: Sequence[str], interval: float, count: int, as_json: bool) -> None:
     """Watch what is stored and evicted, root by root."""
-    if not 0.05 <= interval <= 3600:
-        raise UsageError(f"--interval is {interval:g}", hint="0.05 to 3600 seconds")
+    check_between("--interval", interval, 0.05, 3600, "seconds")
     files = read_roots(roots)
     before = [root_info(root, file) for root, file in files.items()]
     looks = []
@@ -317,7 +316,9 @@ def evict(
     if not until and not prefixes and salt is None:
         raise UsageError("nothing says what to evict", hint="give --until, --namespace or --salt")
     if until and (prefixes or salt is not None):
-        raise UsageError("--until goes by use, and not together with --namespace or --salt")
+        raise UsageError(
+            "--until goes by use, and not together with --namespace or --salt", hint="give one, then the other"
+        )
     if until:
         room = _parse_room(until)
         infos = [root_info(root, file) for root, file in read_roots(roots).items()]
@@ -374,7 +375,7 @@ def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None, *, p
 def export(roots: Sequence[str], target: str, prefixes: Sequence[str], as_json: bool) -> ExitCode:
     """Write all whole records into one tar file. Exit code 5 when some were left out: damaged, or not to be read."""
     if target == "-" and as_json:
-        raise UsageError("--json and the archive cannot both go to stdout")
+        raise UsageError("--json and the archive cannot both go to stdout", hint="name a file with --to")
     found = volume_info(roots).namespaces
     chosen = choose(found, prefixes) if prefixes else found
     only = [namespace.id for namespace in chosen]

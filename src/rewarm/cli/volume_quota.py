@@ -59,11 +59,16 @@ def _changed(
 ) -> Quotas:
     """The quotas as the options ask for them."""
     if (tenant is None) != (limit is None and not remove) or (limit is not None and remove):
-        raise UsageError("a tenant's quota needs --tenant and either --max or --remove")
+        raise UsageError(
+            "a tenant's quota needs --tenant and either --max or --remove", hint="like --tenant acme --max 10%"
+        )
     tenants = dict(quotas.tenants)
     if tenant is not None:
         if not tenant:
-            raise UsageError("a tenant's cache_salt is not empty")
+            raise UsageError(
+                "a tenant's cache_salt is not empty",
+                hint="requests without one have no quota; --default is for the others",
+            )
         tenants.pop(tenant_of(tenant), None)
         if limit is not None:
             tenants[tenant_of(tenant)] = _share(limit, capacity_bytes)

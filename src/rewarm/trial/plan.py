@@ -12,10 +12,10 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_type_hints
 
-from rewarm.errors import StorageError, UsageError
+from rewarm.errors import UsageError
+from rewarm.inputs import read_input, shown
 from rewarm.units import GIB, MAX_SIZE, MIB, format_size, parse_size
 
 TINY_MODEL = "tiny"
@@ -29,7 +29,11 @@ ARMS = ("recompute", "fs", "rewarm")
 GATES = ("tokens", "cold", "recovery", "peer", "g3_ttft", "g3_throughput")
 
 
-def _check(rule_holds: bool, message: str, hint: str = "") -> None:
+MAX_FILE_BYTES = MIB
+_EXAMPLE = "docs/guides/trial.md has a plan with each kind of value"
+
+
+def _check(rule_holds: bool, message: str, hint: str) -> None:
     if not rule_holds:
         raise UsageError(message, hint=hint)
 
@@ -56,9 +60,9 @@ class TrialTable:
             near = difflib.get_close_matches(arm, ARMS, n=1)
             suggestion = f"; did you mean {near[0]!r}?" if near else ""
             _check(arm in ARMS, f"trial.arms has {arm!r}{suggestion}", f"known: {', '.join(ARMS)}")
-        _check(len(set(self.arms)) == len(self.arms), "trial.arms names an arm twice")
+        _check(len(set(self.arms)) == len(self.arms), "trial.arms names an arm twice", "name each once")
         _check("recompute" in self.arms, "trial.arms lacks recompute", "every token is checked against it")
-        _check(len(self.arms) > 1, "trial.arms has nothing to compare with recompute")
+        _check(len(self.arms) > 1, "trial.arms has nothing to compare with recompute", f"known: {', '.join(ARMS)}")
         _check(self.servers in _SERVERS, f"trial.servers is {self.servers!r}", f"one of: {', '.join(_SERVERS)}")
 
 
@@ -218,11 +222,9 @@ def load_plan(path: str) -> Plan:
     else:
         import tomli as tomllib
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
+        document = tomllib.loads(read_input(path, MAX_FILE_BYTES).decode())
     except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without an end
-        raise UsageError(f"{path} is not TOML: {error}") from error
+        raise UsageError(f"{path} is not TOML: {error}", hint=_EXAMPLE) from error
     return from_document(document, where=path)
 
 
@@ -256,19 +258,19 @@ def _check_known(key: str, known: Any, message: str) -> None:
 def _convert(wanted: Any, value: Any, where: str) -> Any:
     if wanted is int and where.endswith("_bytes") and isinstance(value, str):
         return parse_size(value)
-    _check(type(value) is not int or abs(value) <= MAX_SIZE, f"{where} is too large a number")
+    _check(type(value) is not int or abs(value) <= MAX_SIZE, f"{where} is too large a number", _EXAMPLE)
     if wanted is float and type(value) is int:
         return float(value)
     if wanted == tuple[str, ...]:
         if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
             return tuple(value)
-        raise UsageError(f"{where} is {value!r}, which is not a list of texts")
+        raise UsageError(f"{where} is {shown(value)}, which is not a list of texts", hint=_EXAMPLE)
     if wanted == Mapping[str, str]:
         if isinstance(value, Mapping) and all(isinstance(part, str) for part in value.values()):
             return dict(value)
-        raise UsageError(f"{where} is {value!r}, which is not a table of texts")
+        raise UsageError(f"{where} is {shown(value)}, which is not a table of texts", hint=_EXAMPLE)
     if type(value) is not wanted:
-        raise UsageError(f"{where} is {value!r}, which is not {_TYPE_NAMES[wanted]}")
+        raise UsageError(f"{where} is {shown(value)}, which is not {_TYPE_NAMES[wanted]}", hint=_EXAMPLE)
     return value
 
 

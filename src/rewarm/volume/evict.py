@@ -63,7 +63,9 @@ def evict_until(
         wanted = free_bytes(file.capacity_bytes)
         if wanted > file.capacity_bytes:
             may, asked = format_size(file.capacity_bytes), format_size(wanted)
-            raise UsageError(f"{root} may hold {may}, so {asked} can never be free in it")
+            raise UsageError(
+                f"{root} may hold {may}, so {asked} can never be free in it", hint="a share like 10%, or less than that"
+            )
         with changing(root):
             before, after = _evict_root(root, file.capacity_bytes - wanted, pinned_too=pinned_too)
         done.num_records += after.evicted_records - before.evicted_records

@@ -131,3 +131,25 @@ def test_a_log_that_cannot_be_replayed_says_why() -> None:
     for broken in ({"at": "soon"}, {"num_request_tokens": None}):
         with pytest.raises(DamageError):
             read_trace([log_lines()[0], {**log_lines()[1], **broken}])
+
+
+HOSTILE = [float("nan"), float("inf"), -1, 10**400, True, "1", [], {}, 1e300]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(
+    "name", ["at", "waited_s", "num_request_tokens", "num_resident_tokens", "num_stored_tokens", "actual_s"]
+)
+def test_a_request_with_an_odd_number_is_named_and_nothing_is_replayed(name: str, value: object) -> None:
+    with pytest.raises(DamageError) as caught:
+        read_trace([log_lines()[0], {**log_lines()[1], name: value}])
+    assert caught.value.hint
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("value", [*HOSTILE, 0], ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize("name", ["chunk_tokens", "chunk_bytes", "step_tokens", "shares"])
+def test_a_server_with_an_odd_number_is_named(name: str, value: object) -> None:
+    odd = [value] if name == "shares" else value
+    with pytest.raises(DamageError):
+        read_trace([{**log_lines()[0], name: odd}, log_lines()[1]])

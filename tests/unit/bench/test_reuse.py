@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from functools import cache
 from itertools import combinations
@@ -21,7 +22,7 @@ from rewarm.bench.reuse.replay import (
     optimum,
     replay,
 )
-from rewarm.bench.reuse.run import Plan, run
+from rewarm.bench.reuse.run import Plan, open_trace, run
 from rewarm.bench.reuse.trace import BLOCK_TOKENS, Trace, TraceRequest, read_trace, write_trace
 from rewarm.errors import DamageError, StorageError, UsageError
 
@@ -48,13 +49,31 @@ def test_a_line_as_mooncake_publishes_it_is_read(tmp_path: Path) -> None:
         '{"timestamp": 1, "input_length": 2000, "output_length": 1, "hash_ids": [1]}',
         '{"timestamp": 1, "input_length": -1, "output_length": 1, "hash_ids": []}',
         '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["x"]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [-1]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [9223372036854775808]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1.5]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [true]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [], "output_hash_ids": [-1]}',
+        '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": Infinity, "input_length": 1, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": 1e999, "input_length": 1, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": true, "input_length": 1, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": "1", "input_length": 1, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": %s, "input_length": 1, "output_length": 1, "hash_ids": []}' % ("9" * 400),
+        '{"timestamp": 1, "input_length": Infinity, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1e30, "hash_ids": []}',
+        "[" * 100_000,
+        '"%s"' % ("x" * 1_000_000),
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": []}}\n{line}\n')
-    with pytest.raises(DamageError, match=r"bad\.jsonl:2"):
+    with pytest.raises(DamageError, match=r"bad\.jsonl:2") as caught:
         read_trace(path)
+    assert caught.value.hint
+    assert len(caught.value.message) < 1000
     with pytest.raises(StorageError):
         read_trace(tmp_path / "missing.jsonl")
 
@@ -188,3 +207,36 @@ def test_the_report_is_of_the_schema() -> None:
     document = json.loads(report.to_json())
     assert document["schema"] == SCHEMA
     assert {figure["engine"] for figure in document["figures"]} >= {"optimum", "rewarm", "lru", "on_reuse"}
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1001.0, 1e-12])
+@pytest.mark.parametrize("kind", sorted(RECIPES))
+def test_a_scale_that_makes_no_trace_is_refused(kind: str, scale: float) -> None:
+    with pytest.raises(UsageError) as caught:
+        generate(kind, scale=scale)
+    assert caught.value.hint
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(UsageError, match="not a regular file"):
+            open_trace(str(path), seed=1, scale=1.0)
+    for name in ("poems", "x" * 5000, "a\0b"):
+        with pytest.raises((UsageError, StorageError)) as caught:
+            open_trace(name, seed=1, scale=1.0)
+        assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize("lengths", [(511, 511), (0, 0)])
+def test_prompts_that_are_shorter_than_a_record_are_refused(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    path = tmp_path / "short.jsonl"
+    trace = Trace("short", [TraceRequest(float(number), length, 5, ()) for number, length in enumerate(lengths)])
+    write_trace(trace, path)
+    with pytest.raises(UsageError, match="512 tokens or more"):
+        open_trace(str(path), seed=1, scale=1.0)
+    with path.open("a") as file:
+        file.write('{"timestamp": 9000, "input_length": 512, "output_length": 1, "hash_ids": [7]}\n')
+    report = run(Plan(traces=(str(path),), memory_bytes=1 << 30, shares=(0.5,)), command="")
+    assert {figure.value for figure in report.figures if figure.name.startswith("eviction.token_hits")} == {0.0}

@@ -15,10 +15,15 @@ from rewarm.bench.policy.server import Clock, Outcome, Server
 from rewarm.bench.policy.world import Machine, Prompt
 from rewarm.config import POLICIES
 from rewarm.errors import DamageError, UsageError
+from rewarm.inputs import shown
 from rewarm.kv.choose import LoadPolicy
 from rewarm.kv.costs import Costs
 from rewarm.kv.decision_log import SCHEMA
 from rewarm.kv.rates import rates_from_json
+
+MAX_TOKENS = 1 << 22
+"""Of a prompt: more no server takes, and each step of it is simulated."""
+MAX_S = 1e10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +50,58 @@ def read_trace(lines: Iterable[Mapping[str, Any]]) -> Trace:
         for line in lines:
             if "schema" in line:
                 if line["schema"] != SCHEMA:
-                    raise UsageError(f"this log is {line['schema']!r}, not {SCHEMA!r}")
+                    raise UsageError(
+                        f"this log is {shown(line['schema'])}, not {SCHEMA!r}",
+                        hint="a log of .rewarm/policy in a volume",
+                    )
                 head, found = line, []
             rates.update({name: line[name] for name in ("root_bytes_a_s", "prefill_s") if line.get(name)})
             if "request_id" in line and head is not None:
-                found.append(_prompt(line, int(head["chunk_tokens"]), len(found)))
+                found.append(_prompt(line, _count(head["chunk_tokens"], least=1), len(found)))
         if head is None or not found:
             raise UsageError(
                 "there is no request of a server in this log", hint="rewarm kv explain shows what it holds"
             )
         machine = _machine(head, rates)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(f"a line of the log is not as a server writes it: {error!r}") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DamageError(
+            f"a line of the log is not as a server writes it: {error!r}",
+            hint="docs/reference/decisions.md has its fields",
+        ) from error
     found.sort(key=lambda pair: pair[0].arrival_s)
     return Trace(machine, tuple(prompt for prompt, _ in found), tuple(s for _, s in found if s is not None))
 
 
 def _prompt(line: Mapping[str, Any], chunk_tokens: int, number: int) -> tuple[Prompt, float | None]:
-    waited_s = float(line["waited_s"])
-    resident, stored = int(line["num_resident_tokens"]), int(line["num_stored_tokens"])
+    waited_s = _seconds(line["waited_s"])
+    resident, stored = _count(line["num_resident_tokens"]), _count(line["num_stored_tokens"])
     # What was resident is neither loaded nor computed: the prompt is as long as what was left of it.
     prompt = Prompt(
         f"{number}",
-        float(line["at"]) - waited_s,
-        max(1, int(line["num_request_tokens"]) - resident),
+        _seconds(line["at"]) - waited_s,
+        max(1, _count(line["num_request_tokens"]) - resident),
         stored // chunk_tokens,
     )
     actual_s = line.get("actual_s")
-    return prompt, None if actual_s is None else float(actual_s) + waited_s
+    return prompt, None if actual_s is None else _seconds(actual_s) + waited_s
+
+
+def _count(value: Any, *, least: int = 0, most: int = MAX_TOKENS) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{shown(value)} is not {least} to {most}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_S:
+        raise ValueError(f"{shown(value)} is no time in seconds")  # NaN is none either
+    return float(value)
 
 
 def _machine(head: Mapping[str, Any], rates: Mapping[str, Any]) -> Machine:
-    shares = tuple(float(share) for share in head["shares"])
+    shares = tuple(_seconds(share) for share in head["shares"])
+    if not sum(shares):
+        raise ValueError("no root has a share")
     storage, prefill = rates_from_json(shares, rates)
     if storage.seconds_a_byte() is None or not prefill.is_known:
         raise UsageError(
@@ -91,10 +116,10 @@ def _machine(head: Mapping[str, Any], rates: Mapping[str, Any]) -> Machine:
         base_s=base_s,
         token_s=token_s,
         pair_s=pair_s,
-        chunk_tokens=int(head["chunk_tokens"]),
-        chunk_bytes=int(head["chunk_bytes"]),
-        step_tokens=int(head["step_tokens"]),
-        prefill_limit=int(head.get("prefill_limit", 0)),
+        chunk_tokens=_count(head["chunk_tokens"], least=1),
+        chunk_bytes=_count(head["chunk_bytes"], least=1, most=1 << 40),
+        step_tokens=_count(head["step_tokens"], least=1),
+        prefill_limit=_count(head.get("prefill_limit", 0)),
     )
 
 

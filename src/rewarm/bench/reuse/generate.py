@@ -29,8 +29,10 @@ from itertools import accumulate, count
 
 from rewarm.bench.reuse.trace import BLOCK_TOKENS, Trace, TraceRequest, merged
 from rewarm.errors import UsageError
+from rewarm.inputs import shown
 
 DAY_S = 86_400.0
+MAX_SCALE = 1000.0
 _PEAK = 0.5
 """Arrivals swing by this around their mean."""
 _LAST_THINK_S = 12 * 3600.0
@@ -185,10 +187,15 @@ def generate(kind: str, *, seed: int = 1, scale: float = 1.0) -> Trace:
         seed: Of all that is drawn.
         scale: Sessions a day as a multiple of the recipe's.
     Raises:
-        UsageError: No such kind.
+        UsageError: No such kind; a scale that is no number above 0, and at most 1000, or so small that nobody asks.
     """
     if kind not in RECIPES:
-        raise UsageError(f"no trace is called {kind!r}", hint=f"one of: {', '.join(RECIPES)}")
+        raise UsageError(f"no trace is called {shown(kind)}", hint=f"one of: {', '.join(RECIPES)}")
+    if not 0 < scale <= MAX_SCALE:  # of a number that is none, nothing holds
+        raise UsageError(f"--scale is {scale:g}", hint=f"above 0, at most {MAX_SCALE:g}")
     recipe = RECIPES[kind]
     generator = _Generator(seed, recipe.days)
-    return merged(kind, recipe.make(generator, recipe.per_day * scale))
+    made = merged(kind, recipe.make(generator, recipe.per_day * scale))
+    if made.seconds <= 0 or not any(request.input_blocks for request in made.requests):
+        raise UsageError(f"--scale {scale:g} leaves no request of this trace", hint="like 0.1")
+    return made

@@ -5,6 +5,7 @@ No bytes are moved and no clock is read: the same traces give the same figures o
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from rewarm.bench.reuse.replay import (
     replay,
 )
 from rewarm.bench.reuse.trace import BLOCK_TOKENS, Trace, read_trace
-from rewarm.errors import UsageError
+from rewarm.errors import StorageError, UsageError
+from rewarm.inputs import shown
 from rewarm.units import GIB, KIB
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -99,11 +101,19 @@ def open_trace(name: str, *, seed: int, scale: float) -> Trace:
     """A kind to generate, or a file."""
     if name in RECIPES:
         return generate(name, seed=seed, scale=scale)
-    if not Path(name).exists():
-        raise UsageError(f"{name!r} is no trace", hint=f"a JSONL file, or one of: {', '.join(RECIPES)}")
-    trace = read_trace(Path(name))
+    try:
+        trace = read_trace(Path(name))
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise UsageError(f"{shown(name)} is no trace", hint=f"a JSONL file, or one of: {', '.join(RECIPES)}") from None
     if trace.seconds <= 0:
-        raise UsageError(f"{name} has no requests, or all at one time")
+        raise UsageError(f"{name} has no requests, or all at one time", hint="replays need times that go on")
+    if not any(request.input_blocks for request in trace.requests):
+        raise UsageError(
+            f"{name} has no prompt of {BLOCK_TOKENS} tokens or more",
+            hint="a record has that many: nothing would be kept",
+        )
     return trace
 
 

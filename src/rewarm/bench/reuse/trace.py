@@ -16,9 +16,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewarm.errors import DamageError, StorageError
+from rewarm.errors import DamageError
+from rewarm.inputs import read_input, shown
+from rewarm.units import GIB
 
 BLOCK_TOKENS = 512
+MAX_BYTES = GIB
+"""Of a file; the largest that Mooncake published has 60 MB."""
+MAX_TOKENS = 1 << 40
+MAX_ID = (1 << 63) - 1
+MAX_TIME_MS = 1e15
+"""Before the year 33,658, for those who count from 1970."""
+_HINT = 'like {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +70,11 @@ def read_trace(path: Path) -> Trace:
 
     Raises:
         StorageError: It cannot be read.
+        UsageError: It is no regular file, or far too long.
         DamageError: A line is not of the format above; the message names it.
     """
-    requests = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    requests.append(_parse(line, f"{path}:{number}"))
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be read: {error.strerror}", path=str(path), errno=error.errno or 0
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DamageError(f"{path} is not text") from error
+    lines = enumerate(read_input(str(path), MAX_BYTES).split(b"\n"), 1)
+    requests = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
     requests.sort(key=lambda request: request.time_s)
     return Trace(path.stem, requests)
 
@@ -85,18 +85,30 @@ def write_trace(trace: Trace, path: Path) -> None:
         file.writelines(f"{json.dumps(_line(request))}\n" for request in trace.requests)
 
 
-def _parse(line: str, where: str) -> TraceRequest:
+def _parse(line: bytes, where: str) -> TraceRequest:
     try:
         row = json.loads(line)
-        time_s = float(row["timestamp"]) / 1000
-        input_tokens, output_tokens = int(row["input_length"]), int(row["output_length"])
-        blocks = tuple(map(int, row["hash_ids"]))
-        output_blocks = tuple(map(int, row.get("output_hash_ids", ())))
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise DamageError(f"{where} is no line of a trace: {error!r}") from error
-    if min(input_tokens, output_tokens) < 0 or len(blocks) < input_tokens // BLOCK_TOKENS:
-        raise DamageError(f"{where} has {len(blocks)} blocks for {input_tokens} tokens")
+        time_s = _time_ms(row["timestamp"]) / 1000
+        input_tokens, output_tokens = (_count(row[name], MAX_TOKENS) for name in ("input_length", "output_length"))
+        blocks = tuple(_count(block, MAX_ID) for block in row["hash_ids"])
+        output_blocks = tuple(_count(block, MAX_ID) for block in row.get("output_hash_ids", ()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{where} is no line of a trace: {error!r}", hint=_HINT) from error
+    if len(blocks) < input_tokens // BLOCK_TOKENS:
+        raise DamageError(f"{where} has {len(blocks)} blocks for {input_tokens} tokens", hint=_HINT)
     return TraceRequest(time_s, input_tokens, output_tokens, blocks[: input_tokens // BLOCK_TOKENS], output_blocks)
+
+
+def _count(value: object, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{shown(value)} is not 0 to {most}")
+    return value
+
+
+def _time_ms(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_TIME_MS:
+        raise ValueError(f"{shown(value)} is no time in milliseconds")  # NaN is none either
+    return float(value)
 
 
 def _line(request: TraceRequest) -> dict[str, int | list[int]]:
