@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from rewarm.cli import volume_quota
+from rewarm.cli import volume_quota, volume_roots
 from rewarm.cli.common import check_between, json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.config import KvConfig, resolve
 from rewarm.errors import ExitCode, StorageError, UsageError
@@ -26,6 +26,7 @@ from rewarm.volume.archive import Exported, export_archive, import_archive
 from rewarm.volume.evict import Evicted, choose, evict_until, purge
 from rewarm.volume.info import MANY_RECORDS, NamespaceInfo, RootInfo, VolumeInfo, flatten, root_info, volume_info
 from rewarm.volume.layout import read_roots
+from rewarm.volume.members import members_of
 from rewarm.volume.pins import pin_names, pins_of
 from rewarm.volume.verify import Problem, verify_volume
 
@@ -44,6 +45,8 @@ def command() -> None:
 
 
 command.add_command(volume_quota.command)
+command.add_command(volume_roots.add)
+command.add_command(volume_roots.remove)
 
 _roots = click.argument("roots", nargs=-1, required=True, metavar="DIR...")
 
@@ -87,11 +90,22 @@ def info(roots: Sequence[str], dwpd: float | None, as_json: bool) -> None:
         _print_info(found)
         _print_wear(found.roots, rated_dwpd)
         _print_namespaces(found.namespaces)
+    _note_roots(found)
     if found.num_records > MANY_RECORDS:
         note(
             f"note: {found.num_records:,} records are more than {MANY_RECORDS:,}; larger chunks need less memory "
             "and open faster (kv.chunk_tokens)"
         )
+
+
+def _note_roots(found: VolumeInfo) -> None:
+    """Where others were named than the volume has."""
+    shown = {root.file.root_id: root.path for root in found.roots}
+    for member in members_of(list(shown.values())).values():
+        if member.is_member and member.root_id not in shown:
+            note(f"note: {member.path} is a root of this volume too")
+        elif not member.is_member and member.root_id in shown:
+            note(f"note: {shown[member.root_id]} was removed from this volume")
 
 
 def _info_document(found: VolumeInfo, rated_dwpd: float) -> dict[str, Any]:

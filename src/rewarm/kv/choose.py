@@ -210,6 +210,10 @@ class LoadPolicy:
             if abs(pace - self._view.pace) > PACE_CHANGE * self._view.pace:
                 self._view = None
 
+    def storage_changed(self) -> None:
+        """Chunks lie on other roots from now on."""
+        self._view = None
+
     def loaded(self, request_id: str, num_chunks: float) -> None:
         """More chunks of a load are in place."""
         ask = self._active.get(request_id)

@@ -137,8 +137,8 @@ class StepReport:
     """Request -> parts of chunks that its load has put in place since the last report."""
     short: dict[str, int] = field(default_factory=dict)
     """Request whose load has ended early -> the first of its chunks that is not in place."""
-    delivered: dict[int, Delivery] = field(default_factory=dict)
-    """Root -> what it delivered since the last report."""
+    delivered: dict[str, Delivery] = field(default_factory=dict)
+    """root_id -> what it delivered since the last report."""
 
     def add(self, other: StepReport) -> None:
         """Take another rank's report in."""

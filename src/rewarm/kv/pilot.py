@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rewarm.kv.choose import LoadPolicy
@@ -17,8 +17,6 @@ from rewarm.kv.policy import Part, PrefixHit
 from rewarm.kv.rates import rates_from_json, rates_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rewarm.kv.chunks import StepReport
     from rewarm.metrics import Counters
 
@@ -37,7 +35,7 @@ class Pilot:
         policy: str,
         *,
         counters: Counters,
-        shares: Sequence[float],
+        shares: Mapping[str, float],
         chunk_tokens: int,
         chunk_bytes: int,
         step_tokens: int,
@@ -50,7 +48,7 @@ class Pilot:
         Args:
             policy: ``auto``, ``always_load`` or ``never``.
             counters: Where decisions are counted.
-            shares: Part of all chunks on each root.
+            shares: Part of all chunks on each root, by root_id.
             chunk_tokens: Tokens a chunk.
             chunk_bytes: Bytes a chunk, of all ranks that store a part of it.
             step_tokens: Tokens that the server computes in one step at most.
@@ -63,7 +61,8 @@ class Pilot:
         self._log = log
         self._num_holders = num_holders
         self._clock = clock
-        storage, prefill = rates_from_json(shares, log.read_rates() if log else {})
+        self._roots = list(shares)
+        storage, prefill = rates_from_json(list(shares.values()), log.read_rates() if log else {})
         self.costs = Costs(
             storage=storage,
             prefill=prefill,
@@ -82,7 +81,7 @@ class Pilot:
                 "chunk_bytes": chunk_bytes,
                 "step_tokens": step_tokens,
                 "prefill_limit": prefill_limit,
-                "shares": list(shares),
+                "shares": list(shares.values()),
                 **rates_to_json(storage, prefill),
             }
         )
@@ -96,6 +95,10 @@ class Pilot:
     def is_hurried(self) -> bool:
         """Whether a request was held back since the last step: the next one should come at once."""
         return self._policy.is_hurried
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """A root was added to the volume, or removed: what is known of the others stays."""
+        self._guard(lambda: self._set_shares(shares), None)
 
     def learn(self, hit: PrefixHit) -> None:
         """A request that waits, and what of it is stored."""
@@ -133,6 +136,12 @@ class Pilot:
             self._guard(self._keep_rates, None)
             self._log.close()
 
+    def _set_shares(self, shares: Mapping[str, float]) -> None:
+        rates = dict(zip(self._roots, self.costs.storage.roots, strict=True))
+        self._roots = list(shares)
+        self.costs.storage.change(list(shares.values()), [rates.get(root_id) for root_id in shares])
+        self._policy.storage_changed()
+
     def _begin_step(self, step: int, parts: Sequence[Part]) -> list[str]:
         cuts = self._policy.to_cut()
         self._policy.step_begun(step, parts)
@@ -142,7 +151,10 @@ class Pilot:
         return cuts
 
     def _end_step(self, report: StepReport, ended: Mapping[str, int]) -> None:
-        for root, delivery in report.delivered.items():
+        for root_id, delivery in report.delivered.items():
+            if root_id not in self._roots:
+                continue  # it was removed meanwhile
+            root = self._roots.index(root_id)
             num_bytes = delivery.num_bytes * self._num_holders / report.num_ranks
             self._policy.moved(root, num_bytes, delivery.busy_s / report.num_ranks, ran_dry=delivery.ran_dry)
         for request_id, num_parts in report.placed.items():

@@ -107,6 +107,7 @@ def open_volume(kv: KvConfig, engine: Engine, counters: Counters, *, janitor: bo
         read_only=kv.read_only,
         durable=kv.durable,
         janitor=janitor and not kv.read_only,
+        may_be_away=True,
         store_bytes_per_day=kv.store_bytes_per_day,
         rated_dwpd=kv.dwpd,
     )

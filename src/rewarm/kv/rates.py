@@ -99,6 +99,11 @@ class StorageRates:
         padded = itertools.chain(known, itertools.repeat(0.0))
         self.roots = [RootRate(bytes_a_s) for _, bytes_a_s in zip(self.shares, padded, strict=False)]
 
+    def change(self, shares: Sequence[float], roots: Sequence[RootRate | None]) -> None:
+        """Other roots from now on, with what is known of each; None: nothing."""
+        self.shares = tuple(shares)
+        self.roots = [root or RootRate() for root in roots]
+
     def seconds_a_byte(self) -> float | None:
         """Of a long load, which is spread over all roots: that of the root which ends last. None: nothing is known yet.
 

@@ -143,7 +143,9 @@ class RankWorker(ABC):
         for request_id, load in self._loads.items():
             self._note_placed(request_id, load)
         report, self._report = self._report, StepReport(step=self._report.step)
-        report.delivered = self._meter.take(time.monotonic())
+        roots = self._setup.volume.roots
+        delivered = self._meter.take(time.monotonic())
+        report.delivered = {roots[number].file.root_id: delivery for number, delivery in delivered.items()}
         report.store_room = self._buffer.num_free
         return report
 

@@ -83,6 +83,32 @@ def create_volume(roots: Sequence[str], *, capacity_bytes: int) -> VolumeIdentit
     return VolumeIdentity(volume_id, made)
 
 
+def make_root(path: str, volume_id: str, capacity_bytes: int) -> RootFile:
+    """Make one more root of a volume that is there; who uses the volume has to be told of it.
+
+    Raises:
+        UsageError, VolumeFull, StorageError: As create_volume(); nothing is changed then.
+    """
+    _check_place(path, ())
+    if capacity_bytes < MIN_CAPACITY_BYTES:
+        raise UsageError(
+            f"a root of {format_size(capacity_bytes)} is too small", hint=f"at least {format_size(MIN_CAPACITY_BYTES)}"
+        )
+    free_bytes = _check_root(path)
+    if capacity_bytes > free_bytes:
+        raise VolumeFull(path, need_bytes=capacity_bytes, free_bytes=free_bytes, hint="ask for a smaller --size")
+    root = RootFile(volume_id, uuid.uuid4().hex, capacity_bytes, time.time_ns())
+    undo: list[tuple[str, str]] = []
+    try:
+        _make_root(path, root, undo)
+    except BaseException as error:
+        _undo(undo)
+        if isinstance(error, OSError):
+            raise _as_storage_error(error, [path]) from error
+        raise
+    return root
+
+
 def _check_place(path: str, paths: Sequence[str]) -> None:
     """A root inside another one would be taken for a part of it, or be purged with it."""
     for parent in map(str, Path(path).parents):

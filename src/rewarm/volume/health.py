@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -45,6 +46,11 @@ class Pause:
             if not self.is_on:
                 self._until = self._clock() + self._next_s
                 self._next_s = min(2 * self._next_s, MAX_PAUSE_S)
+
+    def close(self) -> None:
+        """Stay away for good."""
+        with self._lock:
+            self._until = math.inf
 
     def worked(self) -> None:
         """It works."""
@@ -93,6 +99,11 @@ class RootHealth:
         self.bad_records = BadRecords()
         self.store_error = 0
         """errno of the last store, 0 when it worked; for reports."""
+
+    def retire(self) -> None:
+        """The root was removed from the volume."""
+        self.loads.close()
+        self.stores.close()
 
     def note_load(self, result: int) -> None:
         """Learn from the result of a read or a probe: 0 or errno."""

@@ -25,6 +25,7 @@ from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageEr
 _log = logging.getLogger(__name__)
 
 VOLUME_FILE = "rewarm.volume"
+MEMBERS_FILE = "rewarm.roots"
 NAMESPACE_FILE = "namespace.json"
 STATE_DIR = ".rewarm"
 FORMAT_VERSION = 1
@@ -106,6 +107,8 @@ class RootPaths:
         self.sessions = os.path.join(self.state, "sessions")
         self.quarantine = os.path.join(self.state, "quarantine")
         self.policy = os.path.join(self.state, "policy")
+        self.members = os.path.join(self.root, MEMBERS_FILE)
+        self.members_lock = os.path.join(self.state, "roots.lock")
 
     def sync_mark(self, host: str) -> str:
         """The mark of what one host has surely written."""
@@ -192,19 +195,38 @@ def read_roots(roots: Sequence[str]) -> dict[str, RootFile]:
         UsageError: None was named, one was named twice, or they belong to different volumes.
         UsageError, FormatVersionError, DamageError, StorageError: As read_root_file() gives them.
     """
+    files, away = find_roots(roots)
+    if away:
+        raise next(iter(away.values()))
+    return files
+
+
+def find_roots(roots: Sequence[str]) -> tuple[dict[str, RootFile], dict[str, UsageError | StorageError]]:
+    """As read_roots(), where some may be away: a device that is not there, or not mounted.
+
+    Returns:
+        What the volume files say, by real path; and why the others cannot be read, by real path.
+    """
     paths = [os.path.realpath(root) for root in roots]
     if not paths:
         raise UsageError("no directory of the volume was named", hint="name all its roots")
     if len(set(paths)) != len(paths):
         raise UsageError("the same directory is named twice", hint="name each root of the volume once")
-    files = {path: read_root_file(path) for path in paths}
+    files: dict[str, RootFile] = {}
+    away: dict[str, UsageError | StorageError] = {}
+    for path in paths:
+        try:
+            files[path] = read_root_file(path)
+        except (UsageError, StorageError) as error:  # noqa: PERF203 - a handful
+            away[path] = error
+    first = next(iter(files), "")
     for path, file in files.items():
-        if file.volume_id != files[paths[0]].volume_id:
+        if file.volume_id != files[first].volume_id:
             raise UsageError(
-                f"{paths[0]} and {path} belong to two different volumes",
+                f"{first} and {path} belong to two different volumes",
                 hint="rewarm volume info DIR shows which; name the roots of one",
             )
-    return files
+    return files, away
 
 
 _DAMAGED_VOLUME_HINT = "nothing was changed; what it held is a cache: move the directory away and create another volume"
@@ -349,18 +371,32 @@ def read_small_file(path: str, limit: int = _MAX_JSON_BYTES) -> bytes:
 
 def _read_json(path: str, kind: str, *, missing: str) -> dict[str, Any]:
     try:
-        content = read_small_file(path)
+        return read_document(path, kind, _DAMAGED_VOLUME_HINT)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(missing, hint="rewarm volume create DIR --size SIZE makes one") from None
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", path=path, errno=error.errno or 0) from error
+
+
+def read_document(path: str, kind: str, hint: str) -> dict[str, Any]:
+    """A JSON object of one of the formats that have version 1.
+
+    Args:
+        path: Of the file.
+        kind: What its "format" says.
+        hint: What to do where it is damaged.
+    Raises:
+        OSError: As read_small_file() gives it.
+        DamageError: It is no such document.
+        FormatVersionError: Of a newer format.
+    """
     try:
-        document = json.loads(content)
+        document = json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"{path} is not JSON", hint=_DAMAGED_VOLUME_HINT) from error
+        raise DamageError(f"{path} is not JSON", hint=hint) from error
     version = document.get("version") if isinstance(document, dict) and document.get("format") == kind else None
     if type(version) is not int or version < 1:
-        raise DamageError(f"{path} is no {kind} file", hint=_DAMAGED_VOLUME_HINT)
+        raise DamageError(f"{path} is no {kind} file", hint=hint)
     if version > FORMAT_VERSION:
         raise FormatVersionError(path, found=version, known=FORMAT_VERSION)
     return dict(document)

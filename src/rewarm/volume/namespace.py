@@ -40,8 +40,21 @@ class Namespace:
         self.payload_bytes = file.payload_bytes
         self._indexes = [KeyIndex() for _ in volume.roots]
         self._looks = [(index, root.health.loads) for index, root in zip(self._indexes, volume.roots, strict=True)]
+        roots = list(zip(volume.roots, self._indexes, strict=True))
         self._scanned = threading.Event()
-        threading.Thread(target=self._scan, name="rewarm-scan", daemon=True).start()
+        threading.Thread(target=self._scan, args=(roots,), name="rewarm-scan", daemon=True).start()
+
+    def add_root(self, root: Root) -> None:
+        """The volume's: there is one more, numbered after the others; what it holds is looked for in the background."""
+        index = KeyIndex()
+        self._indexes.append(index)
+        self._looks = [*self._looks, (index, root.health.loads)]
+        threading.Thread(target=self._scan_root, args=(root, index), name="rewarm-scan", daemon=True).start()
+
+    def drop_root(self, number: int) -> None:
+        """The volume's: a root was removed, and what it holds is gone."""
+        gone, self._indexes[number] = self._indexes[number], KeyIndex()
+        self._looks = [look for look in self._looks if look[0] is not gone]
 
     def __len__(self) -> int:
         """Records that this process knows."""
@@ -74,7 +87,7 @@ class Namespace:
         """Look into the file system for records, on every root that answers; the index learns what is there."""
         self._volume.check_usable()
         parts = []
-        for number, root in enumerate(self._volume.roots):
+        for number, (root, _) in enumerate(zip(self._volume.roots, self._indexes, strict=False)):
             if root.health.loads.is_on or not keys:
                 continue
             transfers = [Probe(root.paths.record(self.id, _checked(key))) for key in keys]
@@ -195,10 +208,10 @@ class Namespace:
                 return number
         return (usable or order)[0]
 
-    def _scan(self) -> None:
+    def _scan(self, roots: Sequence[tuple[Root, KeyIndex]]) -> None:
         started = time.monotonic()
         try:
-            for root, index in zip(self._volume.roots, self._indexes, strict=True):
+            for root, index in roots:
                 self._scan_root(root, index)
             self._volume.counters.set("rewarm_volume_scan_seconds", time.monotonic() - started)
         finally:

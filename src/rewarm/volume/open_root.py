@@ -25,6 +25,8 @@ class Root:
     usage: UsageFile
     wear: WearFile
     health: RootHealth = field(default_factory=RootHealth)
+    is_member: bool = True
+    """False: it was removed from the volume, and only keeps its number."""
     identity: tuple[int, int] = (0, 0)
     """Device and inode of the volume file: an unmounted root leaves an empty directory that must not be written to."""
 

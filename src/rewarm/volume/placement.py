@@ -10,21 +10,24 @@ from hashlib import blake2b
 class Placement:
     """Ranks the roots of a volume for each key."""
 
-    def __init__(self, root_ids: Sequence[str], weights: Sequence[float]) -> None:
+    def __init__(self, root_ids: Sequence[str], weights: Sequence[float], numbers: Sequence[int] | None = None) -> None:
         """
         Args:
             root_ids: R names, the same in every process.
             weights: R shares, above 0: what each root may hold.
+            numbers: R numbers that stand for the roots in this process; default: 0 to R - 1.
         """
-        self._seeds = [root_id.encode() for root_id in root_ids]
-        self._weights = list(weights)
+        given = range(len(root_ids)) if numbers is None else numbers
+        self._roots = [
+            (number, root_id.encode(), weight) for number, root_id, weight in zip(given, root_ids, weights, strict=True)
+        ]
 
     def order(self, key: bytes) -> list[int]:
-        """Indices of the roots, the key's own first."""
-        if len(self._seeds) == 1:
-            return [0]
-        scores = [(self._weights[index] / -math.log(_unit(seed, key)), index) for index, seed in enumerate(self._seeds)]
-        return [index for _, index in sorted(scores, reverse=True)]
+        """Numbers of the roots, the key's own first."""
+        if len(self._roots) == 1:
+            return [self._roots[0][0]]
+        scores = [(weight / -math.log(_unit(seed, key)), number) for number, seed, weight in self._roots]
+        return [number for _, number in sorted(scores, reverse=True)]
 
 
 def _unit(seed: bytes, key: bytes) -> float:

@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rewarm.engine.base import Engine
-from rewarm.errors import BusyError, DamageError, StorageError, UsageError, VolumeClosed
+from rewarm.errors import BusyError, DamageError, RewarmError, StorageError, UsageError, VolumeClosed
 from rewarm.metrics import Counters
-from rewarm.units import MIB
-from rewarm.volume.access import write_error
-from rewarm.volume.count import recount
-from rewarm.volume.evict import evict_until
 from rewarm.volume.handles import StoreHandle
 from rewarm.volume.janitor.process import JanitorProcess
 from rewarm.volume.layout import (
     NamespaceFile,
-    RootFile,
-    RootPaths,
+    find_roots,
     identity_id,
     read_namespace_file,
-    read_roots,
+    read_root_file,
     write_namespace_file,
 )
+from rewarm.volume.members import WatchedMembers, current_roots, members_of
 from rewarm.volume.namespace import Namespace
-from rewarm.volume.open_root import Root, device_bytes, file_identity
+from rewarm.volume.open_root import Root, device_bytes
+from rewarm.volume.opening import close_root, open_root
 from rewarm.volume.placement import Placement
-from rewarm.volume.recovery import recover_root
-from rewarm.volume.session import Did, Session
+from rewarm.volume.session import Did
 from rewarm.volume.store_thread import StoreItem, StoreThread
-from rewarm.volume.usage import UsageFile, read_usage
-from rewarm.volume.wear import DAY_HOURS, WearFile, new_wear_file, read_wear
+from rewarm.volume.usage import read_usage
+from rewarm.volume.wear import DAY_HOURS, read_wear
 
 _log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
-ROOM_TO_OPEN_BYTES = 4 * MIB
-"""Evicted where a full disk has no room for a session's few files."""
+LOOK_AT_ROOTS_S = 1.0
 _MAX_DAMAGED = 10_000
 
 
@@ -58,6 +51,7 @@ class Volume:
         read_only: bool,
         durable: bool,
         janitor: JanitorProcess | None,
+        away: Sequence[str] = (),
         store_bytes_per_day: int = 0,
         rated_dwpd: float = 0.0,
     ) -> None:
@@ -69,21 +63,29 @@ class Volume:
         self.durable = durable
         self._store_bytes_per_day = store_bytes_per_day
         self._rated_dwpd = rated_dwpd
-        self.placement = Placement(
-            [root.file.root_id for root in roots], [float(root.file.capacity_bytes) for root in roots]
-        )
+        self.placement = _placement(self.roots)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, Namespace] = {}
         self._damaged: dict[tuple[bytes, bytes], None] = {}
         self._used_bytes = dict.fromkeys((root.name for root in roots), 0)
         self._is_closed = False
-        self._janitor = janitor
+        self._janitors = {} if janitor is None else {"": janitor}
+        """One for the roots that were there at open, and one for each that was added, by root_id."""
         self._housekeeping = threading.Lock()
+        self._away = list(away)
+        """Real paths that were named, and hold no root that can be opened yet."""
+        self._watched = WatchedMembers()
+        self._looking = threading.Lock()
+        self._untold: set[str] = set()
+        self.num_changes = 0
+        """How often a root was added or removed since the volume was opened."""
         self.counters.set("rewarm_volume_capacity_bytes", self.capacity_bytes)
         self._store_threads: list[StoreThread] = []
         if not read_only:
             self._store_threads = [StoreThread(self, number, self._housekeep) for number in range(len(self.roots))]
+        self._is_ending = threading.Event()
+        threading.Thread(target=self._watch, name="rewarm-roots", daemon=True).start()
 
     @classmethod
     def open(
@@ -95,18 +97,21 @@ class Volume:
         read_only: bool = False,
         durable: bool = False,
         janitor: bool = True,
+        may_be_away: bool = False,
         store_bytes_per_day: int = 0,
         rated_dwpd: float = 0.0,
     ) -> Volume:
         """Open a volume that create_volume() made.
 
         Args:
-            roots: Its directories, in any order; roots that are left out hold nothing for this process.
+            roots: Its directories, in any order; roots that are left out hold nothing for this process, but for those
+                that add_root() added since the volume was made. Those that remove_root() removed are left alone.
             engine: Moves the bytes; stays the caller's, and open until the volume is closed.
             counters: Where to count; default: a new one.
             read_only: Load only; nothing on the roots is changed, no trace is left.
             durable: fsync each record.
             janitor: Start a process that evicts while this one lives, if no other one does.
+            may_be_away: Do without roots that are not there, as long as one is; they are used once they come back.
             store_bytes_per_day: What all processes together may have written in any 24 hours before this one stores no
                 more; spread over the roots by their capacity. 0: no bound.
             rated_dwpd: Drive writes a day that the flash is rated for, for a metric; 0: not known.
@@ -118,8 +123,13 @@ class Volume:
         """
         opened: list[Root] = []
         try:
-            for path, file in read_roots(roots).items():
-                opened.append(_open_root(path, file, read_only=read_only))
+            files, away = find_roots(roots)
+            if away and not (files and may_be_away):
+                raise next(iter(away.values()))
+            for error in away.values():
+                _log.warning("the volume is used without this root until it comes back: %s", error.message)
+            for path, file in current_roots(files).items():
+                opened.append(open_root(path, file, read_only=read_only))
             process = JanitorProcess([root.name for root in opened]) if janitor and not read_only else None
             return cls(
                 opened,
@@ -128,12 +138,13 @@ class Volume:
                 read_only=read_only,
                 durable=durable,
                 janitor=process,
+                away=list(away),
                 store_bytes_per_day=store_bytes_per_day,
                 rated_dwpd=rated_dwpd,
             )
         except BaseException:
             for root in opened:
-                _close_root(root)
+                close_root(root)
             raise
 
     @property
@@ -144,12 +155,18 @@ class Volume:
     @property
     def capacity_bytes(self) -> int:
         """What the opened roots may hold."""
-        return sum(root.file.capacity_bytes for root in self.roots)
+        return sum(root.file.capacity_bytes for root in self.roots if root.is_member)
+
+    def shares(self) -> dict[str, float]:
+        """The part of all chunks that lies on each root, by root_id."""
+        total = self.capacity_bytes
+        return {root.file.root_id: root.file.capacity_bytes / total for root in self.roots if root.is_member}
 
     @property
     def is_over_budget(self) -> bool:
         """Whether every root's store budget is spent: what is stored now is refused."""
-        return bool(self._store_threads) and all(thread.refused_bytes for thread in self._store_threads)
+        used = self._threads_of_members()
+        return bool(used) and all(thread.refused_bytes for thread in used)
 
     def store_budget_bytes(self, root_number: int) -> int:
         """What may be written to one root in any 24 hours; 0: no bound."""
@@ -158,7 +175,7 @@ class Volume:
 
     def used_bytes(self) -> int:
         """What the opened roots hold, of all namespaces and processes; asks the file system."""
-        return sum(read_usage(root.paths.usage).used_bytes for root in self.roots)
+        return sum(read_usage(root.paths.usage).used_bytes for root in self.roots if root.is_member)
 
     def namespace(self, identity: Mapping[str, Any], *, payload_bytes: int) -> Namespace:
         """The namespace of an identity; made where it is new, and the same object for the same identity.
@@ -176,7 +193,8 @@ class Volume:
             known = self._namespaces.get(file.id)
             if known is None:
                 for root in self.roots:
-                    self._describe(root, file)
+                    if root.is_member:
+                        self._describe(root, file)
                 known = self._namespaces[file.id] = Namespace(self, file)
             _check_payload(known.payload_bytes, payload_bytes)
             return known
@@ -197,13 +215,41 @@ class Volume:
             if self._is_closed or os.getpid() != self._pid:
                 return
             self._is_closed = True
+        self._is_ending.set()
         ended = [thread.close(CLOSE_WAIT_S) for thread in self._store_threads] or [True] * len(self.roots)
         for root, has_ended in zip(self.roots, ended, strict=True):
             if has_ended:
-                _close_root(root)
-        if self._janitor is not None:
-            self._janitor.close()
-            self._count_evicted(self._janitor)
+                close_root(root)
+        for janitor in self._janitors.values():
+            janitor.close()
+            self._count_evicted(janitor)
+
+    def look_at_roots(self) -> None:
+        """Begin to use roots that were added to the volume, or have come back; stop using those that were removed.
+
+        Called about once a second, by a thread of its own: a device that hangs holds nothing else up.
+        """
+        try:
+            with self._looking:
+                self._look_at_roots()
+        except (OSError, RewarmError) as error:
+            _log.warning("the roots of the volume stay as they are: %s", error)
+
+    def _look_at_roots(self) -> None:
+        paths = [root.name for root in self.roots if root.is_member]
+        has_changed = self._watched.changed(paths)
+        if not has_changed and not self._away and not self._untold:
+            return
+        known = members_of(paths)
+        here = {root.file.root_id: number for number, root in enumerate(self.roots) if root.is_member}
+        self._untold.clear()
+        for root_id, member in known.items():
+            if root_id in here and not member.is_member:
+                self._drop_root(here[root_id])
+            elif root_id not in here and member.is_member and not self._take_root(member.path, root_id):
+                self._untold.add(root_id)
+        gone = {root_id for root_id, member in known.items() if not member.is_member}
+        self._away = [path for path in self._away if not self._take_root(path, but=gone)]
 
     def check_usable(self) -> None:
         """Raises VolumeClosed, or BusyError in a forked child."""
@@ -258,18 +304,91 @@ class Volume:
         else:
             _check_payload(found.payload_bytes, file.payload_bytes)
 
+    def _watch(self) -> None:
+        while not self._is_ending.wait(LOOK_AT_ROOTS_S):
+            self.look_at_roots()
+
+    def _take_root(self, path: str, root_id: str = "", but: Collection[str] = ()) -> bool:
+        """Begin to use a root; False: it is not there now.
+
+        Args:
+            path: Where it should be.
+            root_id: Which it should be; empty: any of the volume.
+            but: Those that it should not be, which were removed.
+        """
+        try:
+            file = read_root_file(path)
+            known = {root.file.root_id for root in self.roots if root.is_member}
+            if (
+                file.volume_id != self.id
+                or (root_id or file.root_id) != file.root_id
+                or file.root_id in known | set(but)
+            ):
+                return file.root_id in known
+            root = open_root(path, file, read_only=self.read_only)
+        except (UsageError, StorageError):
+            return False
+        described = list(self._namespaces.values())
+        for namespace in described:
+            self._describe(root, namespace.file)
+        with self._lock:
+            if self._is_closed:
+                close_root(root)
+                return True
+            number = len(self.roots)
+            self.roots.append(root)
+            for namespace in self._namespaces.values():
+                if namespace not in described:  # it was made since
+                    self._describe(root, namespace.file)
+                namespace.add_root(root)
+            if not self.read_only:
+                self._store_threads.append(StoreThread(self, number, self._housekeep))
+            if self._janitors:
+                self._janitors[file.root_id] = JanitorProcess([path])
+            self._roots_changed()
+        _log.warning("%s is a root of the volume now (root_id %s)", path, file.root_id)
+        return True
+
+    def _drop_root(self, number: int) -> None:
+        """Stop using a root: what lies there is a miss from now on."""
+        root = self.roots[number]
+        root.health.retire()
+        with self._lock:
+            root.is_member = False
+            for namespace in self._namespaces.values():
+                namespace.drop_root(number)
+            self._used_bytes.pop(root.name, None)
+            self._roots_changed()
+            janitor = self._janitors.pop(root.file.root_id, None)
+        if janitor is not None:
+            janitor.close()
+        if self.read_only or self._store_threads[number].close(CLOSE_WAIT_S):
+            close_root(root)
+        _log.warning("%s is no root of the volume any more (root_id %s)", root.name, root.file.root_id)
+
+    def _roots_changed(self) -> None:
+        self.placement = _placement(self.roots)
+        self.num_changes += 1
+        self.counters.set("rewarm_volume_capacity_bytes", self.capacity_bytes)
+
+    def _threads_of_members(self) -> list[StoreThread]:
+        return [thread for root, thread in zip(self.roots, self._store_threads, strict=False) if root.is_member]
+
     def _housekeep(self) -> None:
         """About once a second, from a store thread: gauges, and the janitor's life."""
         if not self._housekeeping.acquire(blocking=False):
             return
         try:
-            if self._janitor is not None and not self._is_closed:
-                self._janitor.ensure()
-                self._count_evicted(self._janitor)
+            for janitor in list(self._janitors.values()):
+                if not self._is_closed:
+                    janitor.ensure()
+                    self._count_evicted(janitor)
             record_count = sum(len(namespace) for namespace in list(self._namespaces.values()))
             self.counters.set("rewarm_volume_records", record_count)
-            self.counters.set("rewarm_kv_stores_paused", float(any(thread.is_full for thread in self._store_threads)))
-            for number, root in enumerate(self.roots):
+            self.counters.set(
+                "rewarm_kv_stores_paused", float(any(thread.is_full for thread in self._threads_of_members()))
+            )
+            for number, root in enumerate(list(self.roots)):
                 self._count_root(root)
                 if not root.health.stores.is_on:
                     self._count_wear(number, root)
@@ -282,7 +401,7 @@ class Volume:
         if root.health.stores.is_on:
             return
         usage = read_usage(root.paths.usage)
-        if usage.is_known:
+        if usage.is_known and root.is_member:
             self._used_bytes[root.name] = usage.used_bytes
 
     def _count_wear(self, number: int, root: Root) -> None:
@@ -301,63 +420,12 @@ class Volume:
         self.counters.add("rewarm_evicted_bytes_total", num_bytes)
 
 
+def _placement(roots: Sequence[Root]) -> Placement:
+    numbers = [number for number, root in enumerate(roots) if root.is_member]
+    files = [roots[number].file for number in numbers]
+    return Placement([file.root_id for file in files], [float(file.capacity_bytes) for file in files], numbers)
+
+
 def _check_payload(there: int, asked: int) -> None:
     if there != asked:
         raise UsageError(f"this namespace has records of {there} bytes, not {asked}")
-
-
-def _open_root(path: str, file: RootFile, *, read_only: bool) -> Root:
-    paths = RootPaths(path)
-    try:
-        identity = file_identity(paths.volume_file)
-        session = None if read_only else _begin_session(paths)
-    except OSError as error:
-        refused = write_error(path, error)
-        refused.hint += "; a server can open it read-only" if refused.hint else ""
-        raise refused from error
-    return Root(paths, file, session, UsageFile(paths.usage), WearFile(paths.wear), identity=identity)
-
-
-def _begin_session(paths: RootPaths) -> Session:
-    """Bring a root in order and begin; where the disk is full, some records make room for that first."""
-    try:
-        return _bring_in_order(paths)
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-    used_bytes = read_usage(paths.usage).used_bytes
-    evict_until([paths.root], lambda capacity: min(capacity, capacity - used_bytes + ROOM_TO_OPEN_BYTES))
-    return _bring_in_order(paths)
-
-
-def _bring_in_order(paths: RootPaths) -> Session:
-    _make_state(paths)
-    recovery = recover_root(paths)
-    if recovery is not None and recovery.num_removed:
-        _log.warning(
-            "%s: %d of %d records were not whole after an unclean stop and were removed",
-            paths.root,
-            recovery.num_removed,
-            recovery.num_records,
-        )
-    with closing(UsageFile(paths.usage)) as usage:
-        if not usage.read().is_known or (recovery is not None and recovery.num_records):
-            recount(paths, usage)
-    return Session(paths)
-
-
-def _make_state(paths: RootPaths) -> None:
-    """What is missing of the directory for locks and logs is made again: nothing in it is needed to read a record."""
-    for directory in (paths.state, paths.sessions, paths.quarantine):
-        with suppress(FileExistsError):
-            os.mkdir(directory, 0o700)
-    if not os.path.lexists(paths.wear):
-        with suppress(FileExistsError):
-            new_wear_file(paths.wear)
-
-
-def _close_root(root: Root) -> None:
-    if root.session is not None:
-        root.session.close()
-    root.usage.close()
-    root.wear.close()

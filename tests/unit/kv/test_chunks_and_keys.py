@@ -49,14 +49,14 @@ def test_reports_of_ranks_add_up_and_the_worst_outcome_counts() -> None:
 
 
 def test_progress_of_ranks_adds_up_and_the_shortest_prefix_counts() -> None:
-    first = StepReport(step=3, placed={"a": 2}, short={"a": 5}, delivered={0: Delivery(10, 0.5)})
+    first = StepReport(step=3, placed={"a": 2}, short={"a": 5}, delivered={"0": Delivery(10, 0.5)})
     second = StepReport(step=3, placed={"a": 1, "b": 1}, short={"a": 4, "b": 0})
-    second.delivered = {0: Delivery(20, 0.25, ran_dry=True), 1: Delivery(1, 1.0)}
+    second.delivered = {"0": Delivery(20, 0.25, ran_dry=True), "1": Delivery(1, 1.0)}
     first.add(second)
     assert (first.step, first.num_ranks) == (3, 2)
     assert first.placed == {"a": 3, "b": 1}
     assert first.short == {"a": 4, "b": 0}
-    assert first.delivered == {0: Delivery(30, 0.75, ran_dry=True), 1: Delivery(1, 1.0)}
+    assert first.delivered == {"0": Delivery(30, 0.75, ran_dry=True), "1": Delivery(1, 1.0)}
 
 
 def test_keys_tell_hashes_salts_and_ranks_apart_and_are_the_same_everywhere() -> None:

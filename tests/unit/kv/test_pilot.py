@@ -22,7 +22,13 @@ CHUNK_TOKENS, CHUNK_BYTES = 256, 64 << 20
 
 def make(policy: str = "auto", log: DecisionLog | None = None, **more: Any) -> tuple[Pilot, Counters]:
     counters = Counters()
-    given = {"shares": [1.0], "chunk_tokens": CHUNK_TOKENS, "chunk_bytes": CHUNK_BYTES, "step_tokens": 8192, **more}
+    given = {
+        "shares": {"0": 1.0},
+        "chunk_tokens": CHUNK_TOKENS,
+        "chunk_bytes": CHUNK_BYTES,
+        "step_tokens": 8192,
+        **more,
+    }
     return Pilot(policy, counters=counters, log=log, **given), counters
 
 
@@ -49,7 +55,7 @@ def serve(pilot: Pilot, clock: Clock, request: PrefixHit, step: int, seconds: fl
         clock.now += seconds
         num_chunks = num_tokens // CHUNK_TOKENS
         report = StepReport(step=step, placed={request.request_id: num_chunks})
-        report.delivered = {0: Delivery(num_chunks * CHUNK_BYTES, seconds)}
+        report.delivered = {"0": Delivery(num_chunks * CHUNK_BYTES, seconds)}
         pilot.end_step(report, {request.request_id: num_tokens})
     pilot.begin_step(step + 1, [(request.request_id, num_tokens, request.num_request_tokens)])
     clock.now += seconds
@@ -149,7 +155,7 @@ def test_ranks_that_load_the_same_bytes_count_them_once() -> None:
         for step in range(1, 40):
             pilot.begin_step(step, [])
             report = StepReport(step=step, num_ranks=num_ranks)
-            report.delivered = {0: Delivery(num_ranks * CHUNK_BYTES // num_holders, num_ranks * 0.1)}
+            report.delivered = {"0": Delivery(num_ranks * CHUNK_BYTES // num_holders, num_ranks * 0.1)}
             pilot.end_step(report, {})
         assert pilot.costs.storage.seconds_a_byte() == pytest.approx(0.1 / CHUNK_BYTES)
 
@@ -160,7 +166,7 @@ def test_every_call_is_a_matter_of_microseconds() -> None:
     for step in range(1, 20):
         pilot.begin_step(step, [("other", 0, 4096)])
         report = StepReport(step=step)
-        report.delivered = {0: Delivery(CHUNK_BYTES, 0.03)}
+        report.delivered = {"0": Delivery(CHUNK_BYTES, 0.03)}
         pilot.end_step(report, {})
     hits = [hit(str(number)) for number in range(200)]
     for one in hits:

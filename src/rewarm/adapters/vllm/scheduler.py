@@ -89,6 +89,8 @@ class SchedulerSide:
         self._announcer: Announcer | None = None
         """There when the presence is known and somebody asked for KV events."""
         self._chunk_bytes = 0
+        self._num_changes = setup.volume.num_changes
+        """Of the volume's roots, that the pilot was told of."""
         self._is_off = False
         """The volume failed before the first request; all is computed."""
         self._tracked: dict[str, _Tracked] = {}
@@ -232,6 +234,9 @@ class SchedulerSide:
             return
         self._held.reported(report.step, report.store_room)
         if self._pilot is not None:
+            if self._num_changes != self._setup.volume.num_changes:
+                self._num_changes = self._setup.volume.num_changes
+                self._pilot.set_shares(self._setup.volume.shares())
             self._pilot.end_step(report, ended)
         if report.layouts and self._presence is None:
             self._layouts.update(report.layouts)
@@ -356,7 +361,7 @@ class SchedulerSide:
         return Pilot(
             setup.kv.policy,
             counters=setup.counters,
-            shares=[root.file.capacity_bytes / setup.volume.capacity_bytes for root in roots],
+            shares=setup.volume.shares(),
             chunk_tokens=setup.chunk_tokens,
             chunk_bytes=self._chunk_bytes,
             step_tokens=setup.step_tokens,

@@ -29,6 +29,7 @@ from rewarm.volume.layout import (
     replace_file,
     to_text,
 )
+from rewarm.volume.members import is_removed
 from rewarm.volume.open_root import file_identity
 from rewarm.volume.pins import Pin, WatchedPins
 from rewarm.volume.quota import NO_TENANT, WatchedQuotas
@@ -76,7 +77,10 @@ class RootJanitor:
             heeds_pins: False: what is pinned goes like the rest, because somebody asked for that.
         """
         self._paths = RootPaths(root)
-        self._capacity_bytes = read_root_file(root).capacity_bytes
+        file = read_root_file(root)
+        self._capacity_bytes = file.capacity_bytes
+        self._root_id = file.root_id
+        self._is_removed = False
         self._identity = file_identity(self._paths.volume_file)
         self._usage = UsageFile(self._paths.usage)
         self._order = EvictionOrder()
@@ -129,7 +133,7 @@ class RootJanitor:
     def _work(self, stop: Callable[[float], bool]) -> None:
         """Rounds until the end; after an error with growing pauses, and one line for each new error."""
         pause_s, said = 0.0, ""
-        while not stop(pause_s):
+        while not self._is_removed and not stop(pause_s):
             trouble = self._try_step()
             if trouble and trouble != said:
                 _log.warning("%s: %s", self._paths.root, trouble)
@@ -165,6 +169,7 @@ class RootJanitor:
         usage = self._usage.read()
         needed = self._needed_bytes(usage)
         if now >= self._next_look or needed:
+            self._is_removed = is_removed(self._paths.root, self._root_id)
             self._look_for_namespaces()
             self._fold_sessions()
             self._next_look = now + LOOK_AROUND_S
