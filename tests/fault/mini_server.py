@@ -20,7 +20,7 @@ import torch
 from derived import POISON, derived_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 BLOCK_TOKENS = 16
 CHUNK_BLOCKS = 4
@@ -94,26 +94,35 @@ def make_vllm_config(model: Path, extra_config: dict[str, Any], num_blocks: int,
     )  # fmt: skip
 
 
-def make_kv_cache_config(num_blocks: int) -> Any:
-    """One full-attention group over all layers."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+def make_kv_cache_config(num_blocks: int, windows: Sequence[int] = (0,)) -> Any:
+    """NUM_LAYERS layers for each of ``windows``, in groups that share their memory; window 0: full attention."""
+    from vllm.v1 import kv_cache_interface as interface
 
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(NUM_LAYERS)]
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
-    )
+    num_layers = NUM_LAYERS * len(windows)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(num_layers)]
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    groups = []
+    for number, window in enumerate(windows):
+        spec = (
+            interface.SlidingWindowSpec(sliding_window=window, **shape)
+            if window
+            else interface.FullAttentionSpec(**shape)
+        )
+        groups.append(interface.KVCacheGroupSpec(names[number :: len(windows)], spec))
+    page_bytes = groups[0].kv_cache_spec.page_size_bytes
     # Before 0.26 a tensor knew neither its offset nor its stride.
-    place = (0, spec.page_size_bytes)[: len(fields(KVCacheTensor)) - 2]
-    tensors = [KVCacheTensor(num_blocks * spec.page_size_bytes, [name], *place) for name in names]
-    return KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(names, spec)]
-    )
+    place = (0, page_bytes)[: len(fields(interface.KVCacheTensor)) - 2]
+    tensors = [
+        interface.KVCacheTensor(num_blocks * page_bytes, [group.layer_names[i] for group in groups], *place)
+        for i in range(NUM_LAYERS)
+    ]
+    return interface.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 class MiniServer:
     """One server: scheduler half and worker half of a connector around a KV cache on the CPU."""
 
-    def __init__(self, vllm_config: Any, num_blocks: int, model: str = "") -> None:
+    def __init__(self, vllm_config: Any, num_blocks: int, model: str = "", windows: Sequence[int] = (0,)) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.forward_context import get_forward_context, set_forward_context
@@ -123,7 +132,8 @@ class MiniServer:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.model = model
-        self.kv_cache_config = make_kv_cache_config(num_blocks)
+        self.windows = tuple(windows)
+        self.kv_cache_config = make_kv_cache_config(num_blocks, windows)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.scheduler = Scheduler(
@@ -134,9 +144,10 @@ class MiniServer:
             config=vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_cache_config
         )
         page = (num_blocks, NUM_KV_HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
-        names = self.kv_cache_config.kv_cache_groups[0].layer_names
-        self.kv_caches = {name: torch.zeros(page, dtype=torch.float32) for name in names}
-        flat = [cache.view(num_blocks, -1).view(torch.int32) for cache in self.kv_caches.values()]
+        caches = [torch.zeros(page, dtype=torch.float32) for _ in range(NUM_LAYERS)]
+        groups = self.kv_cache_config.kv_cache_groups
+        self.kv_caches = {group.layer_names[i]: cache for group in groups for i, cache in enumerate(caches)}
+        flat = [cache.view(num_blocks, -1).view(torch.int32) for cache in caches]
         self._words = [words.numpy().view(np.uint32) for words in flat]
         self.page_words = self._words[0].shape[1]
         self.worker.register_kv_caches(self.kv_caches)
@@ -159,29 +170,35 @@ class MiniServer:
             clean &= (words == POISON).all(axis=1)
         return [int(b) for b in np.flatnonzero(clean)]
 
-    def block_is_right(self, block_id: int, block_hash: bytes) -> bool:
-        """Whether a block of the KV cache holds the bytes that its key demands, in every layer."""
-        want = self._derived(block_hash)
+    def block_is_right(self, block_id: int, block_hash: bytes, group: int = 0) -> bool:
+        """Whether a block of the KV cache holds the bytes that its key demands, in every layer of its group."""
+        want = self._derived(block_hash, group)
         return all(np.array_equal(words[block_id], want[i]) for i, words in enumerate(self._words))
 
-    def _derived(self, block_hash: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        return derived_block(block_hash, self.page_words * NUM_LAYERS, self.model).reshape(NUM_LAYERS, -1)
+    def _derived(self, block_hash: bytes, group: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        return derived_block(
+            block_hash + bytes([group] if group else []), self.page_words * NUM_LAYERS, self.model
+        ).reshape(NUM_LAYERS, -1)
 
     def _compute(self, live: _Live, computed: int, scheduled: int) -> None:
         """Read what the scheduler counts as computed, then write the blocks that these tokens complete."""
         request, served = live.request, live.served
-        block_ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         hashes = request.block_hashes
         first_new = computed // BLOCK_TOKENS
-        wrong = sum(not self.block_is_right(block_ids[i], hashes[i]) for i in range(min(first_new, len(hashes))))
         if not live.ran:
             live.ran = True
             served.good_blocks = first_new
-        served.wrong_blocks = max(served.wrong_blocks, wrong)
-        for i in range(first_new, min((computed + scheduled) // BLOCK_TOKENS, len(hashes))):
-            want = self._derived(hashes[i])
-            for layer, words in enumerate(self._words):
-                words[block_ids[i]] = want[layer]
+        for group, block_ids in enumerate(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
+            window = self.windows[group]
+            first_read = max(0, computed - window + 1) // BLOCK_TOKENS if window else 0
+            read = range(first_read, min(first_new, len(hashes)))
+            wrong = sum(not self.block_is_right(block_ids[i], hashes[i], group) for i in read)
+            served.wrong_blocks = max(served.wrong_blocks, wrong)
+            for i in range(first_new, min((computed + scheduled) // BLOCK_TOKENS, len(hashes))):
+                assert block_ids[i], "the null block is to be written"
+                want = self._derived(hashes[i], group)
+                for layer, words in enumerate(self._words):
+                    words[block_ids[i]] = want[layer]
 
     # Steps of the engine core and the model runner
 
@@ -251,10 +268,11 @@ class MiniServer:
         return sampled
 
     def _transfer_output(self, out: Any) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
         from vllm.v1.outputs import KVConnectorOutput
 
         worker = self.worker
-        if hasattr(worker, "get_transfer_results"):
+        if hasattr(KVConnectorBase_V1, "get_transfer_results"):
             results = worker.get_transfer_results(out.finished_req_ids)
             finished = {"finished_sending": results.finished_sending, "finished_recving": results.finished_recving}
             finished["failed_recving"] = results.failed_recving
@@ -264,7 +282,9 @@ class MiniServer:
         failed = worker.get_block_ids_with_load_errors()
         for live in self._live.values():
             if failed and not live.ran:
-                mine = set(self.scheduler.kv_cache_manager.get_block_ids(live.request.request_id)[0])
+                mine = {
+                    i for ids in self.scheduler.kv_cache_manager.get_block_ids(live.request.request_id) for i in ids
+                }
                 live.served.failed_blocks += len(mine & failed)
         return KVConnectorOutput(
             **finished, invalid_block_ids=failed,

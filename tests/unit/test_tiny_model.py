@@ -42,8 +42,21 @@ def test_a_whole_model_is_left_alone_and_a_damaged_one_made_again(model: Path) -
         file.seek(1_000_000)
         file.write(b"\xff" * 8)
     tiny_model.ensure_tiny_model(model)
-    assert tiny_model._sha256(weights) == tiny_model.SHA256
+    assert tiny_model._sha256(weights) == tiny_model.SHA256["full"]
     assert list(model.parent.glob(".tiny-model-*")) == []
+
+
+@pytest.mark.parametrize("kind", sorted(tiny_model.SHA256))
+def test_each_kind_is_the_same_on_every_machine_and_says_what_it_is(kind: str, tmp_path: Path) -> None:
+    config = json.loads((tiny_model.ensure_tiny_model(tmp_path / kind, kind) / "config.json").read_text())
+    assert ("sliding_window" in config) == (kind in ("sliding", "interleaved"))
+    assert ("layer_types" in config) == (kind == "interleaved")
+    assert ("kv_lora_rank" in config) == (kind == "latent")
+
+
+def test_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tiny model is called 'large'; there are full, sliding"):
+        tiny_model.ensure_tiny_model(tmp_path / "model", "large")
 
 
 @pytest.mark.vllm

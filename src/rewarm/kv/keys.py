@@ -32,12 +32,18 @@ def chunk_id(block_hash: BlockHash, salt: bytes = b"") -> bytes:
     return sha256(len(salt).to_bytes(4, "big") + salt + _hash_bytes(block_hash)).digest()
 
 
-def shard_key(chunk: bytes, rank: int, group: int = 0) -> bytes:
+def group_chunk(chunk: bytes, group: int) -> bytes:
+    """32 bytes that name what one of the server's KV cache groups keeps of a chunk; the first group's name is the
+    chunk's own.
+    """
+    return sha256(chunk + b"group" + group.to_bytes(4, "big")).digest() if group else chunk
+
+
+def shard_key(chunk: bytes, rank: int) -> bytes:
     """32 bytes: the record key of one rank's part of a chunk.
 
     Args:
-        chunk: What chunk_id() gave.
+        chunk: What chunk_id() or group_chunk() gave.
         rank: The rank whose part it is; the first of the ranks that hold the same bytes.
-        group: The server's KV cache group.
     """
-    return sha256(chunk + rank.to_bytes(4, "big") + group.to_bytes(4, "big")).digest()
+    return sha256(chunk + rank.to_bytes(4, "big") + bytes(4)).digest()

@@ -42,6 +42,7 @@ class Pilot:
         prefill_limit: int = 0,
         log: DecisionLog | None = None,
         num_holders: int = 1,
+        may_cut: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -55,6 +56,7 @@ class Pilot:
             prefill_limit: Of them, what one prompt may take; 0: all.
             log: Where decisions and rates are kept; None: nowhere. Closed with this.
             num_holders: Ranks that store a part of each chunk; where others load the same bytes they count once.
+            may_cut: Whether a load that is cut leaves what it had loaded by then.
             clock: Seconds, never backwards.
         """
         self._counters = counters
@@ -71,6 +73,7 @@ class Pilot:
             step_tokens=step_tokens,
         )
         self._policy = LoadPolicy(policy, self.costs, prefill_limit=prefill_limit, clock=clock)
+        self._may_cut = may_cut
         self._is_off = False
         self._rates_kept_at = clock()
         self._add_line(
@@ -143,7 +146,7 @@ class Pilot:
         self._policy.storage_changed()
 
     def _begin_step(self, step: int, parts: Sequence[Part]) -> list[str]:
-        cuts = self._policy.to_cut()
+        cuts = self._policy.to_cut() if self._may_cut else []
         self._policy.step_begun(step, parts)
         for reason, _ in self._policy.made:
             self._counters.add("rewarm_kv_decisions_total", 1, reason.value)

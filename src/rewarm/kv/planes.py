@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,7 @@ def find_planes(kv_caches: Mapping[str, Any], num_blocks: int) -> PlaneSet:
                 runs.setdefault(run, tensor)
     if not runs:
         raise AdapterError("the server keeps no KV cache that can be stored", hint="run it without the KV tier")
+    _check_apart(runs)
     merged = list(_merge(runs))
     planes = tuple(_plane(run, runs[first], num_blocks) for run, first in merged)
     layout = {
@@ -157,6 +158,19 @@ def _runs(name: str, tensor: torch.Tensor, order: Sequence[int], block_dim: int,
     for index in product(*(range(tensor.shape[dim]) for dim in outer)):
         offset = tensor.storage_offset() + sum(i * tensor.stride(dim) for i, dim in zip(index, outer, strict=True))
         yield _Run(storage, stride, offset * item, length)
+
+
+def _check_apart(runs: Mapping[_Run, torch.Tensor]) -> None:
+    """Layers of several groups take turns in the same bytes; where they see them in other shapes, no run is all of a
+    block.
+    """
+    for run, after in pairwise(sorted(runs)):
+        is_beside = (run.storage, run.stride) == (after.storage, after.stride)
+        if is_beside and run.base + run.length > after.base and run.base // run.stride == after.base // run.stride:
+            raise AdapterError(
+                "layers of this model share memory in different shapes, which is not served yet",
+                hint="run this server without the KV tier, or with --disable-hybrid-kv-cache-manager",
+            )
 
 
 def _merge(runs: Mapping[_Run, torch.Tensor]) -> Iterator[tuple[_Run, _Run]]:

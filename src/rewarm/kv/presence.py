@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from rewarm.kv.chunks import StepReport
-from rewarm.kv.keys import shard_key
+from rewarm.kv.keys import group_chunk, shard_key
 from rewarm.volume import Outcome
 
 PROBE_LIMIT_S = 1.0
@@ -52,11 +52,10 @@ class Shard:
 
     namespace: NamespaceIndex
     rank: int
-    group: int = 0
 
     def key(self, chunk: bytes) -> bytes:
         """The record key of this part of ``chunk``."""
-        return shard_key(chunk, self.rank, self.group)
+        return shard_key(chunk, self.rank)
 
 
 class PrefixLookup:
@@ -73,7 +72,7 @@ class PrefixLookup:
         self._end: int | None = None
 
     def end(self) -> int | None:
-        """The first chunk from ``first`` on that is missing; None: not known yet, ask again."""
+        """As ChunkPresence.count_present(); None: not known yet, ask again."""
         if self._end is None:
             self._end = self._look()
         return self._end
@@ -95,12 +94,22 @@ class PrefixLookup:
 class ChunkPresence:
     """Presence of chunks over all shards, and the stores that are under way. One thread, no I/O."""
 
-    def __init__(self, shards: Sequence[Shard], *, store: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        *,
+        store: str,
+        windows: Sequence[int] = (0,),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             shards: Where the parts of each chunk lie; at least one.
             store: ``always``, or ``on_reuse``: only what is computed a second time.
+            windows: For each KV cache group, how many chunks before the end of a prefix it needs; 0: all.
+            clock: Seconds, never backwards.
         """
+        self._windows = tuple(windows)
         self._shards = tuple(shards)
         self._store_on_reuse = store == "on_reuse"
         self.clock = clock
@@ -113,28 +122,54 @@ class ChunkPresence:
         return PrefixLookup(self, chunks, first)
 
     def is_present(self, chunk: bytes) -> bool:
-        """Whether every shard's record is known to be there; in memory only."""
+        """Whether every shard's record of one group's chunk is known to be there; in memory only."""
         if self._cooling and self._is_cooling(chunk):
             return False
         return all(shard.namespace.contains(shard.key(chunk)) for shard in self._shards)
 
     def count_present(self, chunks: Sequence[bytes], first: int) -> int:
-        """The first index from ``first`` on whose chunk is not present."""
-        for index in range(first, len(chunks)):
-            if not self.is_present(chunks[index]):
+        """How many leading chunks can be had: those before ``first`` are resident, the others are present in each
+        group that needs them.
+
+        Args:
+            chunks: As chunk_id() named them; what other groups keep of them is found by group_chunk().
+            first: Where to begin; also the least that is returned.
+        """
+        end = len(chunks)
+        for group, window in enumerate(self._windows):
+            if not window:
+                end = self._count_group(chunks, first, end, group)
+        while end > first:
+            gap = max((self._gap(chunks, first, end, group) for group in range(len(self._windows))), default=-1)
+            if gap < 0:
+                break
+            end = gap
+        return end
+
+    def _count_group(self, chunks: Sequence[bytes], first: int, end: int, group: int) -> int:
+        for index in range(first, end):
+            if not self.is_present(group_chunk(chunks[index], group) if group else chunks[index]):
                 return index
-        return len(chunks)
+        return end
+
+    def _gap(self, chunks: Sequence[bytes], first: int, end: int, group: int) -> int:
+        """The last chunk that the window of ``group`` needs before ``end`` and lacks; -1: none."""
+        begin = max(first, end - self._windows[group])
+        lacking = (i for i in range(end - 1, begin - 1, -1) if not self.is_present(group_chunk(chunks[i], group)))
+        return next(lacking, -1) if self._windows[group] else -1
 
     def probe_unknown(self, chunks: Sequence[bytes]) -> list[ProbeHandle]:
         """Start to look in the file system for the records of ``chunks`` that the index lacks."""
         wanted: dict[int, list[bytes]] = {}
-        for chunk in chunks[: max(1, MAX_PROBE_KEYS // len(self._shards))]:
-            if self._is_cooling(chunk):
+        groups = range(len(self._windows))
+        for base in chunks[: max(1, MAX_PROBE_KEYS // len(self._shards) // len(groups))]:
+            if self._is_cooling(base):
                 break
-            for number, shard in enumerate(self._shards):
-                key = shard.key(chunk)
-                if not shard.namespace.contains(key):
-                    wanted.setdefault(number, []).append(key)
+            for chunk in (group_chunk(base, group) for group in groups):
+                for number, shard in enumerate(self._shards):
+                    key = shard.key(chunk)
+                    if not shard.namespace.contains(key):
+                        wanted.setdefault(number, []).append(key)
         return [self._shards[number].namespace.probe(keys) for number, keys in wanted.items()]
 
     def probe(self, chunks: Sequence[bytes]) -> list[ProbeHandle]:

@@ -89,6 +89,8 @@ class RankWorker(ABC):
         self._namespace: Namespace | None = None
         self._loads: dict[str, Load] = {}
         self._invalid_blocks: set[int] = set()
+        self.failed_requests: set[str] = set()
+        """Of those that the last poll() named, the ones whose load is not whole."""
         self._meter = RootMeter()
         self._buffer: StoreBuffer
         self._layout = canonical_json(setup.planes.layout)
@@ -129,6 +131,7 @@ class RankWorker(ABC):
         self._cut_all(ended_requests)
         self._advance(wait_s)
         ended = {request_id for request_id, load in self._loads.items() if not load.left}
+        self.failed_requests = {request_id for request_id in ended if self._loads[request_id].failed}
         for request_id in ended:
             self._finish(self._loads.pop(request_id))
         return ended

@@ -1,11 +1,15 @@
-"""A small random Llama that any server loads: the same bytes on every machine, made in a second without torch.
+"""Small random models that any server loads: the same bytes on every machine, made in a second without torch.
 
 5.5 million parameters in float32, a tokenizer of one token a byte. Its KV cache is 16,384 bytes a token (8 layers, 4
 heads of 64, keys and values), so that a context of some thousand tokens weighs as much on flash as a real model's short
 one, while two cores still compute it. Weights are wide enough (standard deviation 0.08) that greedy output depends on
 the whole context: wrong KV shows up as other tokens.
 
-``python -m rewarm.testing.tiny_model DIR`` makes one.
+That is ``full``, a Llama. The same weights also make models that attend to the last 512 tokens only, in all layers
+(``sliding``, a Mistral) or in three of four (``interleaved``). ``latent`` is a DeepSeek V2 with MLA, whose heads share
+576 values a token and layer; 4.3 million parameters.
+
+``python -m rewarm.testing.tiny_model DIR [KIND]`` makes one.
 """
 
 from __future__ import annotations
@@ -18,31 +22,36 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, HEAD_DIM, VOCABULARY = 256, 512, 8, 4, 64, 512
-SHA256 = "1db61e288bce7fda41c84e31397da9a965603e19aead05375c44110b77b9cc2b"
-"""Of model.safetensors; checked whenever the model is asked for."""
+WINDOW_TOKENS = 512
+"""Of the layers that slide."""
+LATENT_LAYERS, LATENT_RANK, ROPE_DIM = 4, 512, 64
+"""Of ``latent``: vLLM's kernel for MLA on CPU is made for this rank and rotary size only."""
+_LLAMA_SHA256 = "1db61e288bce7fda41c84e31397da9a965603e19aead05375c44110b77b9cc2b"
+SHA256 = {
+    "full": _LLAMA_SHA256,
+    "sliding": _LLAMA_SHA256,
+    "interleaved": _LLAMA_SHA256,
+    "latent": "a9bd9e007be5e51618d6f9f9a2f0ec04049f33914edd38804033d29a338d6978",
+}
+"""Kind -> of model.safetensors; checked whenever the model is asked for."""
 
 _DEVIATION = 0.08
 _SEED = b"rewarm tiny model 1"
 
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
+_COMMON = {
     "attention_bias": False,
     "bos_token_id": 256,
     "dtype": "float32",
     "eos_token_id": 257,
-    "head_dim": HEAD_DIM,
     "hidden_act": "silu",
     "hidden_size": HIDDEN,
     "intermediate_size": INTERMEDIATE,
     "max_position_embeddings": 32768,
-    "mlp_bias": False,
-    "model_type": "llama",
     "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
     "num_key_value_heads": HEADS,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
@@ -50,61 +59,118 @@ _CONFIG = {
     "torch_dtype": "float32",
     "vocab_size": VOCABULARY,
 }
+_LLAMA = {
+    **_COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "head_dim": HEAD_DIM,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_hidden_layers": LAYERS,
+}
+_SLIDING = {
+    **_LLAMA,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": WINDOW_TOKENS,
+}
+_CONFIGS: dict[str, dict[str, object]] = {
+    "full": _LLAMA,
+    "sliding": _SLIDING,
+    "interleaved": {
+        **_SLIDING,
+        "layer_types": [f"{'full' if layer % 4 == 3 else 'sliding'}_attention" for layer in range(LAYERS)],
+    },
+    "latent": {
+        **_COMMON,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": LATENT_LAYERS,
+        "kv_lora_rank": LATENT_RANK,
+        "model_type": "deepseek_v2",
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "num_hidden_layers": LATENT_LAYERS,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": HEAD_DIM,
+        "qk_rope_head_dim": ROPE_DIM,
+        "v_head_dim": HEAD_DIM,
+    },
+}
 
 
-def ensure_tiny_model(folder: str | os.PathLike[str]) -> Path:
-    """The folder with the model in it: made when it is not there, or not whole.
+def ensure_tiny_model(folder: str | os.PathLike[str], kind: str = "full") -> Path:
+    """The folder with a model of ``kind`` in it: made when it is not there, or not whole.
 
     Raises:
+        ValueError: There is no such kind.
         RuntimeError: This machine makes other bytes than every other one.
     """
+    if kind not in SHA256:
+        raise ValueError(f"no tiny model is called {kind!r}; there are {', '.join(SHA256)}")
     target = Path(folder)
     weights = target / "model.safetensors"
-    if weights.exists() and _sha256(weights) == SHA256 and (target / "tokenizer.json").exists():
+    if weights.exists() and _sha256(weights) == SHA256[kind] and (target / "tokenizer.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tiny-model-") as scratch:
-        _write(Path(scratch))
+        _write(Path(scratch), kind)
         found = _sha256(Path(scratch) / "model.safetensors")
-        if found != SHA256:
-            raise RuntimeError(f"the tiny model has sha256 {found} here, expected {SHA256}")
+        if found != SHA256[kind]:
+            raise RuntimeError(f"the tiny model has sha256 {found} here, expected {SHA256[kind]}")
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(scratch, target)
     return target
 
 
-def _write(folder: Path) -> None:
-    _write_json(folder / "config.json", _CONFIG)
+def _write(folder: Path, kind: str) -> None:
+    _write_json(folder / "config.json", _CONFIGS[kind])
     _write_json(folder / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
     _write_json(folder / "tokenizer.json", _tokenizer())
     tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     _write_json(folder / "tokenizer_config.json", {**tokenizer_config, "model_max_length": 32768})
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in _tensors():
+    tensors = list(_latent_tensors() if kind == "latent" else _llama_tensors())
+    for name, shape in tensors:
         begin, end = end, end + 4 * _count(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in _tensors():
+        for name, shape in tensors:
             file.write(_values(name, _count(shape)))
 
 
-def _tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+def _llama_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of each tensor, in file order."""
+    attention = {f"{name}_proj": (HEADS * HEAD_DIM, HIDDEN) for name in "koqv"}
+    return _tensors(LAYERS, attention)
+
+
+def _latent_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same for ``latent``."""
+    attention = {
+        "kv_a_layernorm": (LATENT_RANK,),
+        "kv_a_proj_with_mqa": (LATENT_RANK + ROPE_DIM, HIDDEN),
+        "kv_b_proj": (HEADS * 2 * HEAD_DIM, LATENT_RANK),
+        "o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "q_proj": (HEADS * (HEAD_DIM + ROPE_DIM), HIDDEN),
+    }
+    return _tensors(LATENT_LAYERS, attention)
+
+
+def _tensors(num_layers: int, attention: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (VOCABULARY, HIDDEN)
     yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (HIDDEN,)
         yield prefix + "mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
         yield prefix + "mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
         yield prefix + "mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
         yield prefix + "post_attention_layernorm.weight", (HIDDEN,)
-        for projection in ("k_proj", "o_proj", "q_proj", "v_proj"):
-            yield f"{prefix}self_attn.{projection}.weight", (HEADS * HEAD_DIM, HIDDEN)
+        for name, shape in attention.items():
+            yield f"{prefix}self_attn.{name}.weight", shape
     yield "model.norm.weight", (HIDDEN,)
 
 
@@ -180,4 +246,4 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{ensure_tiny_model(sys.argv[1])}\n")
+    sys.stdout.write(f"{ensure_tiny_model(*sys.argv[1:3])}\n")

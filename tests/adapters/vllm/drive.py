@@ -26,6 +26,8 @@ from rewarm.volume import create_volume
 
 NUM_BLOCKS = 64
 PROMPT_TOKENS = 300
+WINDOW = 100
+"""Tokens of a sliding window."""
 CHUNKS = PROMPT_TOKENS // mini_server.CHUNK_TOKENS
 
 
@@ -47,6 +49,8 @@ def main(folder: Path) -> dict[str, Any]:
             "aborted": run_aborted(server, prompts),
             "metrics": render_metrics(server, model, root),
             "refused": refusal(model, root),
+            "all slide": run_windows(model, folder / "slide", (WINDOW,)),
+            "some slide": run_windows(model, folder / "some", (0, WINDOW)),
             "events": run_events(model, folder / "events"),
         }
     finally:
@@ -129,6 +133,27 @@ def run_aborted(server: mini_server.MiniServer, prompts: list[list[int]]) -> boo
     server._live.pop(request_id)
     (served,) = server.run(prompts[1:2])
     return served.wrong_blocks == 0 and server.scheduler.kv_cache_manager.usage == 0
+
+
+def run_windows(model: Path, root: Path, windows: tuple[int, ...]) -> list[Any]:
+    """Of a model with sliding windows: blocks found, and found once all records are damaged; or why it is refused."""
+    create_volume([str(root)], capacity_bytes=64 << 20)
+    try:
+        server = mini_server.MiniServer(make_config(model, root), NUM_BLOCKS, windows=windows)
+    except AdapterError as error:
+        return [str(error)]
+    try:
+        prompt = [index % 251 for index in range(PROMPT_TOKENS)]
+        server.run([prompt], until=lambda: records(root) >= CHUNKS * len(windows))
+        (good,) = run_cold(server, [prompt])
+        for record in root.glob("*/??/*.rec"):
+            data = bytearray(record.read_bytes())
+            data[len(data) // 2] ^= 0x10
+            record.write_bytes(data)
+        (good_of_damaged,) = run_cold(server, [prompt])
+        return [good, good_of_damaged]
+    finally:
+        server.close()
 
 
 def render_metrics(server: mini_server.MiniServer, model: Path, root: Path) -> list[str]:

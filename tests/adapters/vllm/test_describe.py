@@ -98,17 +98,72 @@ def test_a_name_for_block_hashes_that_changes_at_every_start_is_refused(
     assert "PYTHONHASHSEED" in identity(make(model))
 
 
-def test_hybrid_models_and_unsafe_policies_are_refused_by_name(model: Path) -> None:
+def with_spec(name: str, **changes: Any) -> Any:
+    """A KV cache of two groups, full attention and a spec that derives from or stands beside it."""
+    cache = mini_server.make_kv_cache_config(64, (0, 100))
+    full, sliding = cache.kv_cache_groups
+    base = full.kv_cache_spec if name != "SlidingWindowMLASpec" else sliding.kv_cache_spec
+    spec = type(name, (type(base),) if name.endswith("Spec") else (), {})
+    made = object.__new__(spec)
+    for field in dataclasses.fields(base):
+        object.__setattr__(made, field.name, getattr(base, field.name))
+    return dataclasses.replace(cache, kv_cache_groups=[full, dataclasses.replace(sliding, kv_cache_spec=made)])
+
+
+@pytest.mark.parametrize("name", ["RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "SlidingWindowMLASpec"])
+def test_layers_that_do_not_keep_each_tokens_kv_are_refused_by_name(model: Path, name: str) -> None:
+    with pytest.raises(AdapterError, match=f"keeps its KV as {name}, which is not served yet"):
+        describe.check_served(make(model), with_spec(name))
+
+
+def test_state_space_layers_are_refused_by_name(model: Path) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    cache = mini_server.make_kv_cache_config(64, (0, 100))
+    full, other = cache.kv_cache_groups
+    state = MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))
+    mixed = dataclasses.replace(cache, kv_cache_groups=[full, dataclasses.replace(other, kv_cache_spec=state)])
+    with pytest.raises(AdapterError, match="keeps its KV as MambaSpec, which is not served yet"):
+        describe.check_served(make(model), mixed)
+
+
+def test_groups_whose_blocks_hold_different_numbers_of_tokens_are_refused(model: Path) -> None:
+    cache = mini_server.make_kv_cache_config(64, (0, 100))
+    full, sliding = cache.kv_cache_groups
+    longer = dataclasses.replace(sliding.kv_cache_spec, block_size=32)
+    uneven = dataclasses.replace(cache, kv_cache_groups=[full, dataclasses.replace(sliding, kv_cache_spec=longer)])
+    with pytest.raises(AdapterError, match=r"2 KV cache groups \(FullAttentionSpec, SlidingWindowSpec\)") as caught:
+        describe.check_served(make(model), uneven)
+    assert "--disable-hybrid-kv-cache-manager" in caught.value.hint
+
+
+def test_an_unsafe_policy_is_refused_by_name(model: Path) -> None:
     cache = mini_server.make_kv_cache_config(64)
     describe.check_served(make(model), cache)
-    (group,) = cache.kv_cache_groups
-    hybrid = dataclasses.replace(cache, kv_cache_groups=[group, group])
-    with pytest.raises(AdapterError, match=r"2 KV cache groups \(FullAttentionSpec\): hybrid models"):
-        describe.check_served(make(model), hybrid)
     config = make(model)
     config.kv_transfer_config.kv_load_failure_policy = "fail"
     with pytest.raises(AdapterError, match="kv_load_failure_policy is not recompute"):
         describe.check_served(config, cache)
+
+
+def test_a_chunk_is_no_longer_than_the_shortest_window(model: Path) -> None:
+    tokens = {
+        windows: describe.chunk_tokens(make(model), mini_server.make_kv_cache_config(64, windows), 0)
+        for windows in ((0,), (0, 4096), (0, 1000, 500), (0, 8))
+    }
+    assert tokens == {(0,): 8192, (0, 4096): 4096, (0, 1000, 500): 256, (0, 8): 16}
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"])
+def test_the_dtype_of_the_kv_cache_and_where_its_scales_come_from_are_in_the_namespace(model: Path, dtype: str) -> None:
+    config = make(model)
+    config.cache_config.cache_dtype = dtype
+    kv = json.loads(identity(config))["kv"]
+    assert (kv["dtype"], kv["scales"]) == (dtype, "of the model")
+    config.cache_config.calculate_kv_scales = True
+    first, second = (json.loads(identity(config)) for _ in range(2))
+    assert first["kv"]["scales"] == "calculated"
+    assert first["run"] != second["run"], "scales from the first requests are never the same twice"
 
 
 def test_ranks_of_one_stage_share_what_mla_only_copies(model: Path) -> None:

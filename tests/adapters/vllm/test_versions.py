@@ -15,6 +15,8 @@ from vllm_server import needs_vllm
 DRIVE = Path(__file__).with_name("drive.py")
 FAULT, SUPPORT = (Path(__file__).resolve().parents[2] / name for name in ("fault", "support"))
 INSTALLED = "0.32.0"
+FAILS_REQUESTS = (0, 30, 0)
+"""From here on a server can be told that the load of a whole request failed."""
 MIDDLE = [version for version in sources.VERSIONS[1:-1] if version != INSTALLED]
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
@@ -50,6 +52,13 @@ def check(said: dict[str, object], version: str) -> None:
     assert said["aborted"] is True
     assert {"rewarm_kv_lookup_tokens_total", "rewarm_kv_load_seconds_bucket"} <= set(said["metrics"])  # type: ignore[call-overload]
     assert "allow_untested" in str(said["refused"])
+    if tuple(map(int, version.split("."))) >= FAILS_REQUESTS:
+        assert said["all slide"] == said["some slide"] == [16, 0]
+    else:
+        for name, hint in (("all slide", "use vLLM 0.30"), ("some slide", "--disable-hybrid-kv-cache-manager")):
+            (refusal,) = said[name]  # type: ignore[misc]
+            assert "cannot be told that a request of theirs failed" in str(refusal)
+            assert hint in str(refusal)
     assert said["events"] == {"stored_blocks": 16, "differ": [], "removed": True}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rewarm.errors import UsageError
 from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, Delivery, StepReport, choose_chunk_tokens
-from rewarm.kv.keys import chunk_id, shard_key
+from rewarm.kv.keys import chunk_id, group_chunk, shard_key
 from rewarm.units import MIB
 from rewarm.volume import Outcome
 
@@ -68,11 +68,14 @@ def test_keys_tell_hashes_salts_and_ranks_apart_and_are_the_same_everywhere() ->
         chunk_id(-1),
         shard_key(chunk_id(1), 0),
         shard_key(chunk_id(1), 1),
-        shard_key(chunk_id(1), 0, group=1),
+        shard_key(group_chunk(chunk_id(1), 1), 0),
+        shard_key(group_chunk(chunk_id(1), 2), 0),
     }
-    assert len(names) == 8
+    assert len(names) == 9
     assert all(len(name) == 32 for name in names)
     # What lies on volumes is called so: a change here makes every stored chunk unreachable.
     chunk = chunk_id(b"block", b"salt")
     assert chunk.hex() == "afe7e60757a52d272e80d26adca1d1b3c443986227b60c01beb6b4fb2c43da46"
+    assert group_chunk(chunk, 0) == chunk
+    assert group_chunk(chunk, 1).hex() == "95c4abc5147826f8a111aa44e6d92318fc2c7cb03a28ba5423df39ae3792c7da"
     assert shard_key(chunk, 3).hex() == "665cf123a240742a3667848afb78ab5495405468da9e3f6e56fbe5da733a0db7"

@@ -88,3 +88,24 @@ def test_what_has_no_blocks_is_refused_by_name() -> None:
         find_planes({"layers.0": torch.zeros(B, 16, 8)[:, :, :4]}, B)
     with pytest.raises(AdapterError, match="keeps no KV cache"):
         find_planes({}, B)
+
+
+def test_layers_of_several_groups_count_once_and_must_see_their_memory_alike() -> None:
+    memory = torch.zeros(B * 2 * 16 * 8)
+    alike = {f"layers.{layer}": memory.view(B, 2, 16, 8) for layer in range(2)}
+    assert find_planes(alike, B).block_bytes == 2 * 16 * 8 * 4
+    other_heads = {**alike, "layers.2": memory.view(B, 4, 8, 8)}
+    assert find_planes(other_heads, B).block_bytes == 2 * 16 * 8 * 4
+    part = {**alike, "layers.2": memory.view(B, 2 * 16 * 8)[:, 8:]}
+    with pytest.raises(AdapterError, match="share memory in different shapes"):
+        find_planes(part, B)
+
+
+def test_a_cache_of_one_latent_a_token_and_one_of_one_byte_a_value_are_found() -> None:
+    """Shapes as vLLM 0.32 hands them over on CPU: MLA, and fp8."""
+    latent = find_planes({"layers.0": torch.zeros(B, 16, 576)}, B)
+    assert latent.page_bytes == 16 * 576 * 4
+    fp8 = torch.zeros(B, 4, 32, 128, dtype=torch.float8_e5m2)
+    planes = find_planes({"layers.0": fp8}, B)
+    assert planes.page_bytes == 4 * 32 * 128
+    assert planes.layout != find_planes({"layers.0": fp8.view(torch.float8_e4m3fn)}, B).layout

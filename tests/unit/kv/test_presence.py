@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rewarm.kv.chunks import StepReport
+from rewarm.kv.keys import group_chunk
 from rewarm.kv.presence import COOL_S, PROBE_LIMIT_S, ChunkPresence, Shard
 from rewarm.volume import Outcome
 
@@ -167,3 +168,27 @@ def test_a_store_is_under_way_until_every_rank_has_told_its_end() -> None:
         assert presence.is_storing(chunk), "the other rank is still at it"
         presence.take(last)
         assert not presence.is_storing(chunk)
+
+
+def test_a_group_with_a_window_is_asked_for_the_chunks_before_the_end_only() -> None:
+    namespace = Namespace()
+    shard = Shard(namespace, 0)
+    presence = ChunkPresence([shard], store="always", windows=(0, 2), clock=Clock())
+    chunks = CHUNKS[:4]
+    namespace.known.update(shard.key(chunk) for chunk in chunks)
+
+    def with_window(*present: int) -> int:
+        keys = {shard.key(group_chunk(chunks[index], 1)) for index in present}
+        namespace.known.update(keys)
+        end = presence.count_present(chunks, 0)
+        namespace.known -= keys
+        return end
+
+    assert with_window() == 0
+    assert with_window(2, 3) == 4
+    assert with_window(0, 3) == 1
+    assert with_window(1, 2) == 3
+    assert with_window(0, 1, 3) == 2
+    assert presence.count_present(chunks, 4) == 4
+    namespace.known.add(shard.key(group_chunk(chunks[3], 1)))
+    assert presence.count_present(chunks, 3) == 4, "what lies before is resident, its window too"

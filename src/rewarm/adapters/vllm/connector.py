@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from rewarm.adapters.vllm import describe
+from rewarm.adapters.vllm.groups import loads_whole, windows
 from rewarm.adapters.vllm.messages import OrdersMetadata, ReportMetadata
 from rewarm.adapters.vllm.scheduler import SchedulerSide
 from rewarm.adapters.vllm.setup import scheduler_setup
@@ -61,6 +62,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             describe.check_served(vllm_config, kv_cache_config)
             assert kv_cache_config is not None
             self._cache = kv_cache_config
+            self._is_whole = loads_whole(windows(kv_cache_config))
             if role == KVConnectorRole.SCHEDULER:
                 self._open_scheduler_side()
         except RewarmError as error:
@@ -92,7 +94,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See vLLM's base class."""
-        block_ids = list(blocks.get_block_ids()[0]) if num_external_tokens else []
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
         _side(self._scheduler).update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OrdersMetadata:
@@ -154,9 +156,19 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ended = _side(self._rank).worker.poll(IDLE_WAIT_S if orders.idle else 0.0, finished_req_ids)
         return set(orders.released) or None, ended or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See vLLM's base class; from 0.30 on, where a request can be told to have failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._is_whole:
+            results.failed_recving = set(_side(self._rank).worker.failed_requests)
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See vLLM's base class."""
-        return _side(self._rank).worker.take_invalid_blocks()
+        """See vLLM's base class. What is left of a sliding window without some blocks is no prefix: there the whole
+        request has failed, see get_transfer_results().
+        """
+        invalid = _side(self._rank).worker.take_invalid_blocks()
+        return set() if self._is_whole else invalid
 
     def build_connector_worker_meta(self) -> ReportMetadata:
         """See vLLM's base class."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from rewarm.adapters.vllm.groups import check_groups, layer_specs, loads_whole, windows
 from rewarm.adapters.vllm.versions import drains_finished_requests
-from rewarm.errors import AdapterError
+from rewarm.errors import AdapterError, UsageError
 from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, choose_chunk_tokens
 from rewarm.kv.fingerprint import Fingerprint, run_nonce, unknown_contents, weights_fingerprint
 from rewarm.kv.identity import KvIdentity, canonical_json
@@ -25,10 +26,6 @@ HELD_SHARE = 4
 LAYOUT_VERSION = 1
 """Of what a record holds of vLLM's blocks; changes when the adapter maps them otherwise."""
 
-_SERVED_SPECS = ("FullAttentionSpec", "UniformTypeKVCacheSpecs")
-"""Each layer's KV cache spec is one of these or derives from one."""
-_OTHER_SPECS = ("RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec")
-"""Derived from a served one, but their blocks do not hold each token's KV once and for good."""
 _SECRET_HASHES = ("xxhash", "xxhash_cbor")
 """Not collision resistant: vLLM draws their seed anew for every process, in all versions."""
 _ROPE_KEYS = (
@@ -58,21 +55,7 @@ def check_served(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> N
         )
     if kv_cache_config is None:
         raise AdapterError("this vLLM tells its connectors nothing of the KV cache", hint="use vLLM 0.20.1 or later")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"
-        raise AdapterError(
-            f"this model has {len(groups)} KV cache groups ({kinds}): hybrid models are not served yet",
-            hint="--disable-hybrid-kv-cache-manager makes one group of a sliding-window model, at the price of memory; "
-            "others run without --kv-transfer-config",
-        )
-    for name, spec in _layer_specs(groups[0]):
-        names = [kind.__name__ for kind in type(spec).__mro__]
-        if not any(kind in names for kind in _SERVED_SPECS) or any(kind in names for kind in _OTHER_SPECS):
-            raise AdapterError(
-                f"{name} keeps its KV as {names[0]}, which is not served yet: only full attention and MLA are",
-                hint="run this model without --kv-transfer-config",
-            )
+    check_groups(kv_cache_config)
     seed_of_hashes(config)
 
 
@@ -98,9 +81,17 @@ def seed_of_hashes(config: VllmConfig) -> str:
     return str(default)
 
 
-def shared_identity(config: VllmConfig, *, chunk_tokens: int, block_tokens: int, salt: str) -> tuple[str, list[str]]:
+def shared_identity(
+    config: VllmConfig, *, chunk_tokens: int, block_tokens: int, salt: str, groups: Sequence[Sequence[str]] = ()
+) -> tuple[str, list[str]]:
     """The part of the identity that all ranks share, and what a person should know about it.
 
+    Args:
+        config: The server's configuration.
+        chunk_tokens: Tokens a chunk.
+        block_tokens: Tokens a block.
+        salt: What keeps tenants apart.
+        groups: What group_names() says.
     Returns:
         Canonical JSON, and a line for each content that could not be told (its records end with this run).
     """
@@ -132,6 +123,7 @@ def shared_identity(config: VllmConfig, *, chunk_tokens: int, block_tokens: int,
             "fast_prefill": bool(getattr(cache, "kv_sharing_fast_prefill", False)),
             "block_tokens": block_tokens,
             "chunk_tokens": chunk_tokens,
+            **({"groups": [list(names) for names in groups]} if groups else {}),
         },
         topology={name: getattr(parallel, f"{field}_parallel_size", 1) for name, field in _TOPOLOGY.items()},
         hashing={"algorithm": _text(cache.prefix_caching_hash_algo), "seed": seed_of_hashes(config)},
@@ -160,8 +152,9 @@ def hash_tokens(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
 
 def nominal_block_bytes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """About the bytes of one KV block of a rank: the same number on all, since the chunk size follows from it."""
-    group = kv_cache_config.kv_cache_groups[0]
-    group_bytes = sum(int(spec.page_size_bytes) for _, spec in _layer_specs(group))
+    # Groups lie in the same memory; some have a layer less than others.
+    group = max(kv_cache_config.kv_cache_groups, key=lambda group: len(group.layer_names))
+    group_bytes = sum(int(spec.page_size_bytes) for _, spec in layer_specs(group))
     num_stages = config.parallel_config.pipeline_parallel_size
     if num_stages == 1:
         return group_bytes
@@ -192,8 +185,11 @@ def step_tokens(config: VllmConfig) -> int:
 
 
 def hold_blocks(kv_cache_config: KVCacheConfig, version: str) -> int:
-    """Blocks that finished requests may keep until their last chunks are staged; 0: this vLLM frees them at once."""
-    return int(kv_cache_config.num_blocks) // HELD_SHARE if drains_finished_requests(version) else 0
+    """Blocks that finished requests may keep until their last chunks are staged; 0: this vLLM frees them at once, or
+    a window may have passed some of them.
+    """
+    may_hold = drains_finished_requests(version) and not any(windows(kv_cache_config))
+    return int(kv_cache_config.num_blocks) // HELD_SHARE if may_hold else 0
 
 
 def prefill_limit(config: VllmConfig) -> int:
@@ -208,18 +204,29 @@ def chunk_tokens(config: VllmConfig, kv_cache_config: KVCacheConfig, asked_token
         UsageError: The asked number does not fit this server.
     """
     on_host = _text(config.device_config.device_type) == "cpu"
-    return choose_chunk_tokens(
+    one_block = block_tokens(config, kv_cache_config)
+    chunk_tokens = choose_chunk_tokens(
         nominal_block_bytes(config, kv_cache_config),
-        block_tokens(config, kv_cache_config),
+        one_block,
         target_bytes=HOST_TARGET_BYTES if on_host else DEVICE_TARGET_BYTES,
         asked_tokens=asked_tokens,
     )
+    # A chunk longer than a window would never be there as a whole while tokens are generated one by one.
+    most_tokens = min([max(window + 1, one_block) for window in windows(kv_cache_config) if window] or [chunk_tokens])
+    if asked_tokens > most_tokens:
+        raise UsageError(
+            f"chunk_tokens {asked_tokens} is more than this model's sliding window of {most_tokens} tokens",
+            hint="use fewer tokens a chunk, or leave chunk_tokens out",
+        )
+    while chunk_tokens > most_tokens:
+        chunk_tokens //= 2
+    return chunk_tokens
 
 
 def event_maker(config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int) -> EventMaker | None:
     """What makes this server's KV events; None where it sends none."""
     events = getattr(config, "kv_events_config", None)
-    if events is None or not events.enable_kv_cache_events or len(kv_cache_config.kv_cache_groups) != 1:
+    if events is None or not events.enable_kv_cache_events or loads_whole(windows(kv_cache_config)):
         return None
     from rewarm.adapters.vllm.events import BlockEvents
 
@@ -231,11 +238,6 @@ def lora_salt(lora_path: str) -> bytes:
     """What tells two LoRA adapters apart by their contents; unknown contents: never the same twice."""
     fingerprint = weights_fingerprint(lora_path)
     return f"lora {fingerprint.kind} {fingerprint.digest}".encode()
-
-
-def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:
-    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return list(inner.items()) if inner else [(name, group.kv_cache_spec) for name in group.layer_names]
 
 
 def _weights(model: Any, load_format: str) -> Fingerprint:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from rewarm.errors import UnsupportedError, UsageError
-from rewarm.kv.keys import chunk_id, shard_key
+from rewarm.kv.keys import chunk_id, group_chunk, shard_key
 
 MAX_TOKENS = 1 << 24
 _SEED_VARIABLE = "PYTHONHASHSEED"
@@ -64,9 +64,10 @@ def prompt_entries(
     spellings = chunk_ids(identity, tokens, cache_salt)
     ranks = range(num_ranks(identity))
     entries = [
-        (namespace_id, shard_key(chunk, rank))
+        (namespace_id, shard_key(group_chunk(chunk, group), rank))
         for chunks in zip(*spellings, strict=True)
         for chunk in chunks
+        for group in range(_num_groups(identity))
         for namespace_id in namespaces
         for rank in ranks
     ]
@@ -83,6 +84,12 @@ def num_ranks(identity: Mapping[str, Any]) -> int:
     if not 0 < count <= 1024:
         raise UnsupportedError("this namespace does not say how many ranks store it", hint=_OTHER)
     return count
+
+
+def _num_groups(identity: Mapping[str, Any]) -> int:
+    """KV cache groups, each of which has a record of each chunk."""
+    groups = identity["kv"].get("groups")
+    return len(groups) if isinstance(groups, list) and 0 < len(groups) <= 64 else 1
 
 
 _OTHER = "rewarm volume info DIR shows what namespaces are of; only those of a vLLM server have prompts"

@@ -12,15 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rewarm.adapters.vllm.groups import NULL_BLOCK, chunk_load, held_blocks, loads_whole
 from rewarm.adapters.vllm.held import HeldRequests
 from rewarm.adapters.vllm.setup import SchedulerSetup
 from rewarm.errors import AdapterError, RewarmError
 from rewarm.kv.announcer import Announcer
-from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StepReport, StoreOrder
+from rewarm.kv.chunks import LoadOrder, StepOrders, StepReport, StoreOrder
 from rewarm.kv.decision_log import DecisionLog
 from rewarm.kv.fingerprint import run_nonce
 from rewarm.kv.identity import with_layout
-from rewarm.kv.keys import chunk_id
+from rewarm.kv.keys import chunk_id, group_chunk
 from rewarm.kv.pilot import Pilot
 from rewarm.kv.policy import Part, PrefixHit
 from rewarm.kv.presence import ChunkPresence, PrefixLookup, Shard
@@ -46,7 +47,8 @@ class _Tracked:
     salt: bytes
     is_served: bool
     """False where its KV depends on more than its block hashes tell."""
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: tuple[list[int], ...] = ()
+    """Of each KV cache group; one that slides has other blocks by now, see held_blocks()."""
     num_considered: int = 0
     """Leading chunks that were considered for a store."""
     put_off: list[int] = field(default_factory=list)
@@ -59,6 +61,9 @@ class _Tracked:
     lookup: PrefixLookup | None = None
     hit: PrefixHit | None = None
     """What the last lookup found; None: there was none since the request was taken on."""
+    has_failed: bool = False
+    """A load of all or nothing failed. vLLM (0.32 read) still counts the blocks of that load against the next one,
+    which might wait for them for ever: the request is computed."""
     is_prefill: bool = True
     """Prompt tokens are still computed, or come first again."""
 
@@ -82,6 +87,7 @@ class SchedulerSide:
     def __init__(self, setup: SchedulerSetup) -> None:
         self._setup = setup
         self._chunk_blocks = setup.chunk_tokens // setup.block_tokens
+        self._is_whole = loads_whole(setup.windows)
         self._layouts: dict[int, tuple[str, int]] = {}
         self._presence: ChunkPresence | None = None
         self._pilot: Pilot | None = None
@@ -115,7 +121,7 @@ class SchedulerSide:
         lookup = tracked.lookup
         if lookup is None or lookup.first > first:
             lookup = tracked.lookup = self._presence.look_up(self._chunk_ids(tracked), first)
-        end = lookup.end()
+        end = first if tracked.has_failed else lookup.end()
         if end is None:
             return None, False
         hit = tracked.hit = self._hit(tracked, lookup.chunks, num_computed_tokens, end)
@@ -124,6 +130,11 @@ class SchedulerSide:
         if self._setup.kv.policy != "never" and self._setup.shares_blocks and self._is_loading(lookup.chunks[first]):
             return None, False  # another request loads this prefix: its blocks will serve this one too
         num_tokens = self._pilot.decide(hit)
+        if num_tokens and num_tokens < hit.num_stored_tokens and self._is_whole:
+            # A shorter prefix needs other chunks of the windows before its end.
+            end = (num_computed_tokens + num_tokens) // self._setup.chunk_tokens
+            end = self._presence.count_present(lookup.chunks[:end], first)
+            num_tokens = max(0, end * self._setup.chunk_tokens - num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
     def on_new_request(self, request: Request) -> None:
@@ -145,8 +156,12 @@ class SchedulerSide:
             request.request_id, request.num_tokens, num_resident_tokens, num_stored_tokens, num_chunks, prefix
         )
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Order the load of ``num_external_tokens`` after those that were computed at the last lookup."""
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Order the load of ``num_external_tokens`` after those that were computed at the last lookup, into the blocks
+        of the request, told for each KV cache group.
+        """
         tracked = self._track(request)
         lookup, tracked.lookup = tracked.lookup, None
         hit, tracked.hit = tracked.hit, None
@@ -163,22 +178,23 @@ class SchedulerSide:
         end = begin + num_external_tokens
         if lookup is None or end % chunk_tokens:
             raise AdapterError(f"vLLM asks for {num_external_tokens} tokens after {begin}, which were not offered")
-        block_tokens = self._setup.block_tokens
+        first, begin_block = begin // chunk_tokens, begin // self._setup.block_tokens
+        bases = lookup.chunks[first : end // chunk_tokens]
         loads = []
-        for index in range(begin // chunk_tokens, end // chunk_tokens):
-            first_block = max(begin, index * chunk_tokens) // block_tokens
-            ids = block_ids[first_block : (index + 1) * self._chunk_blocks]
-            skip_blocks = first_block - index * self._chunk_blocks
-            loads.append(ChunkLoad(lookup.chunks[index], array("q", ids), skip_blocks))
+        for group, ids in enumerate(block_ids):
+            for index, base in enumerate(bases, start=first):
+                blocks = (index * self._chunk_blocks, (index + 1) * self._chunk_blocks)
+                load = chunk_load(group_chunk(base, group), ids, *blocks, begin_block)
+                loads += [load] if load is not None else []
         self._orders.loads.append(LoadOrder(request.request_id, loads))
         chunks = [load.chunk for load in loads]
-        self._loading[request.request_id] = _Loading(frozenset(chunks), begin // chunk_tokens, begin, end)
+        self._loading[request.request_id] = _Loading(frozenset(bases), first, begin, end)
         assert self._presence is not None
         self._presence.touch(chunks)
         self._note_owner(tracked, chunks)
         if self._announcer is not None:
             for number, chunk in enumerate(chunks):
-                self._announcer.found(chunk, request, begin // chunk_tokens + number)
+                self._announcer.found(chunk, request, first + number)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepOrders:
         """The orders of this step."""
@@ -186,7 +202,7 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
-                tracked.block_ids = list(new.block_ids[0])
+                tracked.block_ids = tuple(list(ids) for ids in new.block_ids)
                 self._order_stores(tracked, new.num_computed_tokens, output)
                 self._note_part(parts, tracked, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
@@ -195,11 +211,11 @@ class SchedulerSide:
             if tracked is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                tracked.block_ids.clear()
+                tracked.block_ids = tuple([] for _ in tracked.block_ids)
                 tracked.is_prefill = True
             new_ids = cached.new_block_ids[index]
-            if new_ids:
-                tracked.block_ids.extend(new_ids[0])
+            for ids, more in zip(tracked.block_ids, new_ids or (), strict=False):
+                ids.extend(more)
             self._order_stores(tracked, cached.num_computed_tokens[index], output)
             if tracked.is_prefill:
                 self._note_part(parts, tracked, cached.num_computed_tokens[index], output)
@@ -251,7 +267,7 @@ class SchedulerSide:
     def _settle_stores(self, report: StepReport) -> None:
         for chunk in report.put_off:
             if (settled := self._settle(chunk)) is not None:
-                settled[0].put_off.append(settled[1])
+                settled[0].put_off += [settled[1]] if settled[1] not in settled[0].put_off else []
             else:
                 self._count_skipped(1)
         for chunk in report.dropped:
@@ -281,6 +297,10 @@ class SchedulerSide:
             return 0
         if short is None:
             return loading.end
+        if self._is_whole:
+            if request_id in self._tracked:
+                self._tracked[request_id].has_failed = True
+            return 0
         return max(loading.begin, (loading.first + short) * self._setup.chunk_tokens) if short else loading.begin
 
     def request_finished(self, request: Request) -> bool:
@@ -296,7 +316,7 @@ class SchedulerSide:
         if tracked is None:
             return False
         may_lack_room = self._held.is_unreported(tracked.ordered_step) and self._held.is_room_short
-        if (tracked.put_off or may_lack_room) and self._held.hold(request_id, len(tracked.block_ids)):
+        if (tracked.put_off or may_lack_room) and self._held.hold(request_id, sum(map(len, tracked.block_ids))):
             return True
         self._drop(request_id)
         return False
@@ -313,7 +333,7 @@ class SchedulerSide:
             tracked.put_off = put_off[left:]
             for index in put_off[:left]:
                 left -= 1
-                self._order_store(tracked, index, self._orders.late_stores)
+                self._order_store(tracked, index, tracked.block_ids, self._orders.late_stores)
             if self._held.is_late(request_id) or not (
                 tracked.put_off or self._held.is_unreported(tracked.ordered_step)
             ):
@@ -347,7 +367,9 @@ class SchedulerSide:
                 return
             shards.append(Shard(namespace, rank))
             self._chunk_bytes += payload_bytes
-        self._presence = ChunkPresence(shards, store=self._setup.kv.store)
+        window_chunks = [-(-tokens // self._setup.chunk_tokens) for tokens in self._setup.windows]
+        self._chunk_bytes *= max(1, window_chunks.count(0))  # what windows add to a long load is little
+        self._presence = ChunkPresence(shards, store=self._setup.kv.store, windows=window_chunks)
         self._pilot = self._make_pilot(namespace.id)
         if self._setup.events is not None:
             self._announcer = Announcer(self._presence, self._setup.events)
@@ -368,6 +390,7 @@ class SchedulerSide:
             prefill_limit=setup.prefill_limit,
             log=log,
             num_holders=len(setup.holders),
+            may_cut=not self._is_whole,
         )
 
     def close(self) -> None:
@@ -415,25 +438,34 @@ class SchedulerSide:
         num_ready = min(num_tokens // self._setup.chunk_tokens, self._num_hashed_chunks(tracked))
         put_off = [index for index in tracked.put_off if index < num_ready]
         tracked.put_off = [index for index in tracked.put_off if index >= num_ready]
-        for index in (*put_off, *range(tracked.num_considered, num_ready)):
-            self._order_store(tracked, index, self._orders.stores)
+        to_consider = (*put_off, *range(tracked.num_considered, num_ready))
+        slides = any(self._setup.windows) and to_consider
+        block_ids = held_blocks(output, request_id) if slides else tracked.block_ids
+        for index in to_consider:
+            self._order_store(tracked, index, block_ids, self._orders.stores)
         tracked.num_considered = max(tracked.num_considered, num_ready)
 
-    def _order_store(self, tracked: _Tracked, index: int, orders: list[StoreOrder]) -> None:
+    def _order_store(
+        self, tracked: _Tracked, index: int, block_ids: Sequence[Sequence[int]], orders: list[StoreOrder]
+    ) -> None:
         assert self._presence is not None
-        chunk = self._chunk_id(tracked, index)
+        base = self._chunk_id(tracked, index)
         if index > tracked.first_failed:
-            self._count_skipped(not self._presence.is_present(chunk))
-        elif self._presence.wants_store(chunk):
-            ids = tracked.block_ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
-            orders.append(StoreOrder(chunk, array("q", ids)))
-            self._stores[chunk] = (tracked.request.request_id, index)
-            tracked.ordered_step = self._step + 1
-            self._note_owner(tracked, [chunk])
-            if self._announcer is not None:
-                self._announcer.ordered(chunk, tracked.request, index)
-        elif self._announcer is not None and self._presence.is_present(chunk):
-            self._announcer.found(chunk, tracked.request, index)
+            self._count_skipped(not self._presence.is_present(base))
+            return
+        for group, ids in enumerate(block_ids):
+            chunk, blocks = group_chunk(base, group), ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
+            if NULL_BLOCK in blocks:
+                continue  # a window has passed: no block holds all of it any more
+            if self._presence.wants_store(chunk):
+                orders.append(StoreOrder(chunk, array("q", blocks)))
+                self._stores[chunk] = (tracked.request.request_id, index)
+                tracked.ordered_step = self._step + 1
+                self._note_owner(tracked, [chunk])
+                if self._announcer is not None:
+                    self._announcer.ordered(chunk, tracked.request, index)
+            elif self._announcer is not None and self._presence.is_present(chunk):
+                self._announcer.found(chunk, tracked.request, index)
 
     def _may_store(self, tracked: _Tracked) -> bool:
         kv = self._setup.kv

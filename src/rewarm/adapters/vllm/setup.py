@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rewarm.adapters.vllm import describe
+from rewarm.adapters.vllm.groups import group_names, windows
 from rewarm.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class SchedulerSetup:
     hold_blocks: int = 0
     """Blocks that finished requests may keep until their last chunks are staged."""
     lora_salt: Callable[[str], bytes] = describe.lora_salt
+    windows: tuple[int, ...] = (0,)
+    """For each KV cache group, tokens before the end of a prefix that it needs; 0: all."""
     events: EventMaker | None = None
     """Makes the server's KV events; None: nobody asked for them."""
 
@@ -67,7 +70,11 @@ def scheduler_setup(
     if chunk_tokens % hash_tokens:
         raise AdapterError(f"a chunk of {chunk_tokens} tokens does not end where vLLM hashes ({hash_tokens} tokens)")
     identity, notes = describe.shared_identity(
-        config, chunk_tokens=chunk_tokens, block_tokens=block_tokens, salt=kv.salt
+        config,
+        chunk_tokens=chunk_tokens,
+        block_tokens=block_tokens,
+        salt=kv.salt,
+        groups=group_names(kv_cache_config),
     )
     setup = SchedulerSetup(
         kv=kv,
@@ -82,6 +89,7 @@ def scheduler_setup(
         prefill_limit=describe.prefill_limit(config),
         shares_blocks=bool(config.cache_config.enable_prefix_caching),
         hold_blocks=describe.hold_blocks(kv_cache_config, version),
+        windows=windows(kv_cache_config),
         events=describe.event_maker(config, kv_cache_config, chunk_tokens) if kv.policy != "never" else None,
     )
     return setup, notes

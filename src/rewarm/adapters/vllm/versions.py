@@ -16,6 +16,17 @@ KNOWN = ((0, 20, 1), (0, 33))
 Version = tuple[int, ...]
 
 
+def can_fail_requests() -> bool:
+    """Whether this vLLM can be told that the load of a whole request failed, and tells which blocks a request holds
+    now: from 0.30 on.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.v1.core.sched import output
+
+    results = getattr(base, "KVConnectorTransferResults", None)
+    return "failed_recving" in getattr(results, "__dataclass_fields__", ()) and hasattr(output, "KVConnectorBlockState")
+
+
 def parse_version(text: str) -> Version:
     """The leading numbers of a version: ``0.32.0+cpu`` is (0, 32, 0).
 
