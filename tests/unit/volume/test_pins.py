@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from volumes import MIB, RECORD_BYTES, Bench, key, namespace_of, record_path, store
+from volumes import MIB, RECORD_BYTES, Bench, key, namespace_of, record_path, store, wait_for
 
 from rewarm.engine.checksum import crc32c
 from rewarm.errors import BusyError, DamageError, FormatVersionError, RewarmError, StorageError, UsageError
@@ -290,3 +290,12 @@ def test_a_pins_directory_that_is_no_directory_keeps_nobody_from_evicting(root: 
     janitor.step()
     assert janitor.evict(RECORD_BYTES) == RECORD_BYTES
     janitor.finish()
+
+
+def test_a_servers_janitor_heeds_a_pin_that_another_process_wrote(root: str, bench: Bench) -> None:
+    namespace = namespace_of(bench.open(root, janitor=True))
+    store(namespace, range(6))
+    wait_for(lambda: Path(RootPaths(root).janitor_lock).exists(), "the janitor")
+    write_pin(root, pin_of(namespace.id, 0, 5))
+    evict_until([root], lambda capacity: capacity)
+    wait_for(lambda: left(root, namespace, range(6)) == [0, 5], "the end of what is not pinned")
