@@ -20,6 +20,7 @@ from rewarm.inputs import shown
 from rewarm.units import format_size
 from rewarm.volume.access import changing
 from rewarm.volume.layout import read_roots
+from rewarm.volume.members import current_roots
 from rewarm.volume.pins import (
     MAX_PINS,
     Pin,
@@ -57,7 +58,7 @@ def pin(roots: Sequence[str], name: str, until: str | None, force: bool, as_json
     What is not on the volume yet is pinned when a server stores it. Name all DIRs of the volume.
     """
     check_name(name)
-    files = read_roots(roots)
+    files = current_roots(read_roots(roots))
     now_s = time.time()
     records = prompt_records(list(files), PromptOptions(**prompt))
     made = Pin(
@@ -121,7 +122,7 @@ def _until(text: str, now_s: float) -> float:
 @quiet_option
 def unpin(roots: Sequence[str], names: Sequence[str]) -> None:
     """Take pins away: their records are evicted like the rest, when their turn comes."""
-    files = read_roots(roots)
+    files = current_roots(read_roots(roots))
     for name in map(check_name, names):
         found = []
         for root in files:
@@ -138,7 +139,7 @@ def unpin(roots: Sequence[str], names: Sequence[str]) -> None:
 @quiet_option
 def pins(roots: Sequence[str], as_json: bool) -> int:
     """List the pins of a volume, with their bytes and how much of each is there. Exits 5 where one is damaged."""
-    files = read_roots(roots)
+    files = current_roots(read_roots(roots))
     now_s = time.time()
     known, wrong = _read_all(list(files))
     states = [pin_state(list(files), one) for one in known]
@@ -165,7 +166,7 @@ def prefetch_(roots: Sequence[str], name: str | None, as_json: bool, **prompt: A
     It warms what lies below the file system: a network file system's servers, an array's cache. Model servers read past
     their host's page cache where they can: nothing is gained on a local drive then, and the command says so.
     """
-    files = list(read_roots(roots))
+    files = list(current_roots(read_roots(roots)))
     options = PromptOptions(**prompt)
     if (name is not None) == options.is_given:
         raise UsageError("a pin or a prompt is prefetched", hint="give --name, or one of --tokens, --text, --messages")

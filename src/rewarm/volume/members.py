@@ -30,6 +30,8 @@ from rewarm.volume.layout import (
     replace_file,
     to_text,
 )
+from rewarm.volume.pins import copy_pins
+from rewarm.volume.quota import Quotas, read_quotas, write_quotas
 
 _log = logging.getLogger(__name__)
 
@@ -188,8 +190,20 @@ def add_root(roots: Sequence[str], new: str, *, capacity_bytes: int) -> RootFile
             raise UsageError(f"{path} belongs to another volume", hint="name an empty directory, or a new one")
     else:
         file = make_root(path, volume_id, capacity_bytes)
+    _carry_over(list(files), path)
     _tell({path: file, **files}, file.root_id, path, is_member=True)
     return file
+
+
+def _carry_over(roots: Sequence[str], new: str) -> None:
+    """What people said of a volume holds for its new root too: quotas and pins."""
+    try:
+        quotas = read_quotas(roots[0])
+        if quotas != Quotas() or os.path.lexists(RootPaths(new).quotas):
+            write_quotas(new, quotas)
+        copy_pins(roots, new)
+    except OSError as error:
+        raise write_error(new, error) from error
 
 
 def remove_root(roots: Sequence[str], old: str) -> Member:

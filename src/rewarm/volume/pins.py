@@ -199,6 +199,23 @@ def _record_bytes(roots: Sequence[str], namespace_id: bytes) -> int:
     return 0
 
 
+def copy_pins(roots: Sequence[str], new: str) -> None:
+    """Give a root the pins of the others and no more: what it has of its own is from a time when it was no member.
+
+    Raises:
+        OSError: They cannot be read or written.
+    """
+    known: dict[str, Pin] = {}
+    for root in roots:
+        for pin in read_pins(root)[0]:
+            known.setdefault(pin.name, pin)
+    for name in pin_names(new):
+        if name not in known:
+            remove_pin(new, name)
+    for pin in known.values():
+        write_pin(new, pin)
+
+
 def pins_of(roots: Sequence[str], namespaces: Collection[bytes]) -> list[str]:
     """Names of the pins that hold now and have records of these namespaces."""
     found = {

@@ -407,7 +407,10 @@ class Volume:
     def _count_wear(self, number: int, root: Root) -> None:
         wear, now_s = read_wear(root.paths.wear), time.time()
         self._store_threads[number].note_wear(wear, now_s)
-        written, device = wear.written_since(DAY_HOURS, now_s), device_bytes(root.name)
+        try:
+            written, device = wear.written_since(DAY_HOURS, now_s), device_bytes(root.name)
+        except OSError:  # away, and no store has met that yet: the thread that counts goes on, and the numbers stay
+            return
         self.counters.set("rewarm_root_written_day_bytes", written, root.name)
         self.counters.set("rewarm_root_dwpd", written / device, root.name)
         if self._rated_dwpd:

@@ -21,6 +21,8 @@ from rewarm.volume import Outcome, Volume, create, create_volume, members
 from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths, read_root_file
 from rewarm.volume.members import add_root, members_of, read_members, remove_root
+from rewarm.volume.pins import Pin, read_pins, remove_pin, write_pin
+from rewarm.volume.quota import Quotas, read_quotas, tenant_of, write_quotas
 from rewarm.volume.session import SessionReader, session_directories
 from rewarm.volume.usage import read_usage
 
@@ -285,3 +287,21 @@ def test_the_command_line(two: list[str], third: str, capsys: pytest.CaptureFixt
     assert f"{third} was removed from this volume" in capsys.readouterr().err
     assert run(cli, ["volume", "add-root", *two, "--new", third]) == 0
     assert "16.0 MiB" in capsys.readouterr().out
+
+
+def test_a_root_that_is_added_has_the_quotas_and_pins_of_the_others(two: list[str], third: str) -> None:
+    quotas = Quotas(0.5, {tenant_of("acme"): 0.1})
+    pin = Pin(name="system", num_tokens=1, num_chunks=1, created_s=1.0, until_s=None, entries=[(bytes(32), key(1))])
+    for root in two:
+        write_quotas(root, quotas)
+    write_pin(two[1], pin)
+    add_root(two, third, capacity_bytes=32 * MIB)
+    assert read_quotas(third) == quotas
+    assert read_pins(third) == ([pin], [])
+    remove_root(two, third)
+    remove_pin(two[1], "system")
+    for root in two:
+        write_quotas(root, Quotas())
+    add_root(two, third, capacity_bytes=32 * MIB)
+    assert read_quotas(third) == Quotas()
+    assert read_pins(third) == ([], []), "what was said while it was away holds"

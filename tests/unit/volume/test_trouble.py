@@ -459,3 +459,13 @@ def test_payloads_of_odd_sizes(tmp_path: Path, bench: Bench) -> None:
         assert load(namespace, [1, 2, 3]) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
     buffer = alloc_aligned(4096)
     buffer.close()
+
+
+def test_counting_a_root_that_is_gone_ends_no_thread_that_stores(tmp_path: Path, bench: Bench) -> None:
+    roots = [str(tmp_path / name) for name in "ab"]
+    create_volume(roots, capacity_bytes=64 * MIB)
+    volume = bench.open(*roots)
+    Path(roots[1]).rename(tmp_path / "away")
+    volume._housekeep()  # what a store thread calls every second, before any store has met the fault
+    Path(tmp_path / "away").rename(roots[1])
+    assert all(store(namespace_of(volume), range(20)))
