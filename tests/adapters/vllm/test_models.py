@@ -20,13 +20,22 @@ PROMPT_TOKENS = 2048
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
 CORES = sorted(os.sched_getaffinity(0))
 FP8 = ("--kv-cache-dtype", "fp8_e5m2")
+TWO_RANKS = ("--tensor-parallel-size", "2")
 KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a window in all layers": ("sliding", (), 1),
     "a window beside full attention": ("interleaved", (), 4),
+    "the same on two ranks": ("interleaved", TWO_RANKS, 2 * 4),
     "the same, made one group": ("interleaved", ("--disable-hybrid-kv-cache-manager",), 1),
     "KV cache in fp8": ("full", FP8, 1),
 }
-"""What it is -> the tiny model, vLLM's flags, and KV cache groups that it has then."""
+"""What it is -> the tiny model, vLLM's flags, and records of each chunk: of each KV cache group and rank."""
+
+
+def _bind(num_ranks: int) -> dict[str, str]:
+    """A core for each rank: without it vLLM wants a NUMA node for each."""
+    if num_ranks > len(CORES):
+        pytest.skip("each rank needs a core")
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:num_ranks]))} if num_ranks > 1 else {}
 
 
 def _skip_without_fp8(flags: tuple[str, ...]) -> None:
@@ -38,7 +47,7 @@ def _skip_without_fp8(flags: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_loaded_gives_the_tokens_that_computing_gives(name: str, tmp_path: Path) -> None:
-    kind, flags, num_groups = KINDS[name]
+    kind, flags, num_records = KINDS[name]
     _skip_without_fp8(flags)
     model = ensure_tiny_model(tmp_path / "model", kind)
     root = tmp_path / "root"
@@ -46,12 +55,13 @@ def test_what_is_loaded_gives_the_tokens_that_computing_gives(name: str, tmp_pat
     transfer = vs.transfer_config(root, "--chunk-tokens", str(CHUNK_TOKENS))
     prompts = [prompt_of(number, PROMPT_TOKENS) for number in range(2)]
     half = prompts[0][: PROMPT_TOKENS // 2] + prompt_of(7, PROMPT_TOKENS)[PROMPT_TOKENS // 2 :]
-    with Server(model, tmp_path / "server.log", *flags, transfer=transfer) as server:
+    bind = _bind(2 if flags == TWO_RANKS else 1)
+    with Server(model, tmp_path / "server.log", *flags, transfer=transfer, environment=bind) as server:
         computed = [server.ask(p, salt=f"only {n}").tokens for n, p in enumerate((*prompts, half))]
         assert len(set(computed)) == 3
         assert [server.ask(prompt).tokens for prompt in prompts] == computed[:2]
         assert server.metric("rewarm_kv_hit_tokens_total") == 0
-        server.wait_for_records(root, 5 * NUM_CHUNKS * num_groups)
+        server.wait_for_records(root, 5 * NUM_CHUNKS * num_records)
         server.reset_prefix_cache()
         assert [server.ask(prompt).tokens for prompt in prompts] == computed[:2]
         assert server.metric("rewarm_kv_hit_tokens_total") == 2 * PROMPT_TOKENS
@@ -74,13 +84,11 @@ def test_mla_is_stored_once_for_all_ranks_and_loaded_by_each(num_ranks: int, tmp
     generated tokens give other tokens. So the prompt that is loaded ends with a token that was generated before, and
     both runs go through the kernel for generated tokens from there on.
     """
-    if num_ranks > len(CORES):
-        pytest.skip("each rank needs a core")
+    bind = _bind(num_ranks)
     model = ensure_tiny_model(tmp_path / "model", "latent")
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     transfer = vs.transfer_config(root, "--chunk-tokens", str(CHUNK_TOKENS))
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:num_ranks]))}
     flags = ("--tensor-parallel-size", str(num_ranks))
     with Server(model, tmp_path / "server.log", *flags, transfer=transfer, environment=bind) as server:
         for number in range(2):
