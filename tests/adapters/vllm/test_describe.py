@@ -112,8 +112,9 @@ def with_spec(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "SlidingWindowMLASpec"])
 def test_layers_that_do_not_keep_each_tokens_kv_are_refused_by_name(model: Path, name: str) -> None:
-    with pytest.raises(AdapterError, match=f"keeps its KV as {name}, which is not served yet"):
+    with pytest.raises(AdapterError, match=f"keeps its KV as {name}, which is not served yet") as caught:
         describe.check_served(make(model), with_spec(name))
+    assert ("--disable-hybrid-kv-cache-manager" in caught.value.hint) == (name == "SlidingWindowMLASpec")
 
 
 def test_state_space_layers_are_refused_by_name(model: Path) -> None:
@@ -123,8 +124,9 @@ def test_state_space_layers_are_refused_by_name(model: Path) -> None:
     full, other = cache.kv_cache_groups
     state = MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))
     mixed = dataclasses.replace(cache, kv_cache_groups=[full, dataclasses.replace(other, kv_cache_spec=state)])
-    with pytest.raises(AdapterError, match="keeps its KV as MambaSpec, which is not served yet"):
+    with pytest.raises(AdapterError, match="keeps its KV as MambaSpec, which is not served yet") as caught:
         describe.check_served(make(model), mixed)
+    assert caught.value.hint == "run this model without --kv-transfer-config"
 
 
 def test_groups_whose_blocks_hold_different_numbers_of_tokens_are_refused(model: Path) -> None:

@@ -43,10 +43,10 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
                 raise AdapterError(
                     f"{name} keeps its KV as {names[0]}, which is not served yet: only full attention, MLA and "
                     "sliding windows are",
-                    hint=f"{_ONE_GROUP}; otherwise run this model without --kv-transfer-config",
+                    hint=(f"{_ONE_GROUP}; otherwise " if names[0] in _PROMOTED else "") + _WITHOUT,
                 )
     if not groups:
-        raise AdapterError("this model has no KV cache groups", hint="run this model without --kv-transfer-config")
+        raise AdapterError("this model has no KV cache groups", hint=_WITHOUT)
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         _refuse(kv_cache_config, "they have blocks of different numbers of tokens, which is not served yet")
     if loads_whole(windows(kv_cache_config)) and not can_fail_requests():
@@ -54,6 +54,9 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager makes full attention of layers with a window, at the price of memory"
+_PROMOTED = ("SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
+"""Not served, but full attention once that is set, where the model has full attention beside them."""
+_WITHOUT = "run this model without --kv-transfer-config"
 
 
 def _refuse(kv_cache_config: KVCacheConfig, reason: str) -> None:
@@ -63,7 +66,7 @@ def _refuse(kv_cache_config: KVCacheConfig, reason: str) -> None:
         what, hint = f"this model has {len(groups)} KV cache groups ({kinds}): {reason}", _ONE_GROUP
     else:
         what, hint = f"all layers of this model have a sliding window ({kinds}): {reason}", "use vLLM 0.30 or later"
-    raise AdapterError(what, hint=f"{hint}; otherwise run it without --kv-transfer-config")
+    raise AdapterError(what, hint=f"{hint}; otherwise {_WITHOUT}")
 
 
 def windows(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
