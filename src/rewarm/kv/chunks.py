@@ -127,6 +127,8 @@ class StepReport:
     """Rank -> (canonical JSON of the layout of its planes, bytes of its part of a chunk); told once."""
     stored: dict[bytes, int] = field(default_factory=dict)
     """Chunk id -> ranks that hold its record now."""
+    elsewhere: dict[bytes, str] = field(default_factory=dict)
+    """Record key -> root_id, of stored records that are on another root than their first one."""
     dropped: dict[bytes, int] = field(default_factory=dict)
     """Chunk id -> ranks whose write failed: a full volume, an I/O error."""
     put_off: dict[bytes, int] = field(default_factory=dict)
@@ -143,6 +145,7 @@ class StepReport:
     def add(self, other: StepReport) -> None:
         """Take another rank's report in."""
         self.layouts.update(other.layouts)
+        self.elsewhere.update(other.elsewhere)
         self.step = max(self.step, other.step)
         self.store_room = min(self.store_room, other.store_room)
         self.num_ranks += other.num_ranks

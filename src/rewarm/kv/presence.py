@@ -40,7 +40,7 @@ class NamespaceIndex(Protocol):
 
     def contains(self, key: bytes) -> bool: ...
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle: ...
-    def note_present(self, keys: Sequence[bytes]) -> None: ...
+    def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None: ...
     def note_absent(self, keys: Sequence[bytes]) -> None: ...
     def touch(self, keys: Sequence[bytes]) -> None: ...
     def own(self, keys: Sequence[bytes], tenant: bytes) -> None: ...
@@ -115,6 +115,8 @@ class ChunkPresence:
         self.clock = clock
         self._cooling: dict[bytes, float] = {}
         self._storing: dict[bytes, int] = {}
+        self._elsewhere: dict[bytes, str] = {}
+        """Record key -> root_id, until every rank has stored its part of the chunk."""
         self._seen: dict[bytes, None] = {}
 
     def look_up(self, chunks: Sequence[bytes], first: int) -> PrefixLookup:
@@ -204,6 +206,8 @@ class ChunkPresence:
 
     def take(self, report: StepReport) -> None:
         """Learn what the ranks stored, gave up and failed to load."""
+        for key, root_id in report.elsewhere.items():
+            _remember(self._elsewhere, key, root_id)
         for chunk, count in report.stored.items():
             if chunk not in self._storing:
                 continue  # another rank gave it up before
@@ -211,22 +215,20 @@ class ChunkPresence:
             if self._storing[chunk] >= len(self._shards):
                 del self._storing[chunk]
                 self._cooling.pop(chunk, None)
-                self._note(chunk, present=True)
+                self._note_present(chunk)
         for chunk in (*report.dropped, *report.put_off):
             self._storing.pop(chunk, None)
         for chunk, outcome in report.failed.items():
             # Absent from now on: a lookup that still found it would load and fail in a circle, for ever.
             _remember(self._cooling, chunk, self.clock() + COOL_S)
             if outcome in (Outcome.MISS, Outcome.DAMAGED):
-                self._note(chunk, present=False)
+                for shard in self._shards:
+                    shard.namespace.note_absent([shard.key(chunk)])
 
-    def _note(self, chunk: bytes, *, present: bool) -> None:
+    def _note_present(self, chunk: bytes) -> None:
         for shard in self._shards:
-            keys = [shard.key(chunk)]
-            if present:
-                shard.namespace.note_present(keys)
-            else:
-                shard.namespace.note_absent(keys)
+            key = shard.key(chunk)
+            shard.namespace.note_present([key], self._elsewhere.pop(key, ""))
 
     def _is_cooling(self, chunk: bytes) -> bool:
         until = self._cooling.get(chunk)

@@ -238,7 +238,9 @@ class RankWorker(ABC):
         """
         delivered = []
         if load.handle is not None:
-            for index, outcome in load.handle.take():
+            taken = load.handle.take()
+            self._note_moved(load.handle)
+            for index, outcome in taken:
                 if outcome is Outcome.HIT:
                     delivered.append(index)
                 else:
@@ -247,6 +249,12 @@ class RankWorker(ABC):
                 num_bytes = self._setup.payload_bytes if outcome is Outcome.HIT else 0
                 self._meter.ended(load.handle.root_of(index), num_bytes, time.monotonic(), is_exact=is_exact)
         return delivered
+
+    def _note_moved(self, handle: LoadHandle) -> None:
+        """Records that are looked for on another root now are that one's."""
+        for root, other in handle.take_moved():
+            self._meter.ended(root, 0, time.monotonic(), is_exact=False)
+            self._meter.asked(other, time.monotonic())
 
     def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool], num_written: int) -> None:
         counters = self._setup.counters
@@ -260,8 +268,9 @@ class RankWorker(ABC):
         counters.add("rewarm_kv_store_bytes_total", num_written * self._setup.payload_bytes)
 
     def _reap(self, buffer: StoreBuffer, wait_s: float) -> None:
-        for ended in buffer.reap(wait_s):
-            self._note_stored(*ended)
+        for chunks, handle in buffer.reap(wait_s):
+            self._note_stored(chunks, handle.results(), handle.num_written)
+            self._report.elsewhere.update(handle.elsewhere)
 
     def _take_slot(self, buffer: StoreBuffer) -> int:
         """Address of a slot for one payload; 0: none is free, and the step does not wait for one."""
@@ -295,8 +304,8 @@ class StoreBuffer:
         with self._lock:
             self._writes.append((handle, staged))
 
-    def reap(self, wait_s: float = 0.0) -> list[tuple[list[bytes], list[bool], int]]:
-        """(chunk ids, whether each is in the volume now, how many were written) of writes that have ended.
+    def reap(self, wait_s: float = 0.0) -> list[tuple[list[bytes], StoreHandle]]:
+        """(chunk ids, handle) of writes that have ended.
 
         Waits at most ``wait_s`` for the oldest.
         """
@@ -312,7 +321,7 @@ class StoreBuffer:
                     self._writes.append((handle, staged))
                     continue
                 self._free.extend(address for _, address in staged)
-                ended.append(([chunk for chunk, _ in staged], handle.results(), handle.num_written))
+                ended.append(([chunk for chunk, _ in staged], handle))
         return ended
 
     @property

@@ -6,7 +6,7 @@ import errno
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
 from rewarm.engine.base import Completion
@@ -42,6 +42,8 @@ def outcome_of(result: int) -> Outcome:
 
 Note = Callable[[Sequence[tuple[int, int]]], None]
 """Learns the (index, result) of transfers that ended."""
+Again = Callable[[Sequence[int]], "Sequence[Part]"]
+"""Looks for records on their next roots where the last one had none; those that have no next root are in no part."""
 
 
 class Part:
@@ -62,6 +64,7 @@ class _Handle:
         self._results = [errno.ENOENT] * count
         self._taken: list[int] = []
         self._epoll: select.epoll | None = None
+        self._may_grow = False
 
     def done(self) -> bool:
         """True once no I/O can touch the caller's memory any more."""
@@ -74,7 +77,7 @@ class _Handle:
         for part in self._parts:
             if not part.completion.wait(None if end is None else max(0.0, end - time.monotonic())):
                 return False
-        self._collect()
+            self._collect()
         return True
 
     def cancel(self) -> None:
@@ -84,7 +87,7 @@ class _Handle:
 
     def fileno(self) -> int:
         """A descriptor that is readable when something ended; -1: nothing is under way. Closed with the handle."""
-        if len(self._parts) <= 1:
+        if len(self._parts) <= 1 and not self._may_grow:
             return self._parts[0].completion.fileno() if self._parts else -1
         if self._epoll is None:
             self._epoll = select.epoll()
@@ -93,14 +96,20 @@ class _Handle:
         return self._epoll.fileno()
 
     def _collect(self) -> None:
-        for part in self._parts:
+        for part in self._parts:  # grows meanwhile where records are looked for elsewhere
             indices = part.indices
             ended = [(indices[position], result) for position, result in part.completion.take()]
-            for index, result in ended:
-                self._results[index] = result
-                self._taken.append(index)
             if ended:
                 part.note(ended)
+                elsewhere = self._look_elsewhere(ended)
+                for index, result in ended:
+                    if index not in elsewhere:
+                        self._results[index] = result
+                        self._taken.append(index)
+
+    def _look_elsewhere(self, _ended: Sequence[tuple[int, int]]) -> Collection[int]:
+        """Those of the transfers that ended that go on in another part."""
+        return ()
 
     def _final(self) -> list[int]:
         if not self.done():
@@ -112,14 +121,18 @@ class _Handle:
 class LoadHandle(_Handle):
     """A load of N records that is under way."""
 
-    def __init__(self, count: int, parts: Sequence[Part], refused: Sequence[int]) -> None:
+    def __init__(self, count: int, parts: Sequence[Part], refused: Sequence[int], again: Again | None = None) -> None:
         """
         Args:
             count: Records asked for.
             parts: Those that are being read.
             refused: Indices that no root could be asked for now; they end as IO_ERROR.
+            again: Looks for records on other roots than the first one; None: nobody knows of any that may be there.
         """
         super().__init__(count, parts)
+        self._again = again
+        self._may_grow = again is not None
+        self._moved: list[tuple[int, int]] = []
         for index in refused:
             self._results[index] = errno.EIO
         self._taken += refused
@@ -127,6 +140,31 @@ class LoadHandle(_Handle):
         for part in parts:
             for index in part.indices:
                 self._roots[index] = part.root
+
+    def cancel(self) -> None:
+        """See _Handle; nothing is looked for elsewhere after that."""
+        self._again = None
+        super().cancel()
+
+    def _look_elsewhere(self, ended: Sequence[tuple[int, int]]) -> Collection[int]:
+        missed = [index for index, result in ended if result == errno.ENOENT]
+        if not missed or self._again is None:
+            return ()
+        elsewhere: set[int] = set()
+        for part in self._again(missed):
+            for index in part.indices:
+                self._moved.append((self._roots[index], part.root))
+                self._roots[index] = part.root
+                elsewhere.add(index)
+            self._parts.append(part)
+            if self._epoll is not None:
+                self._epoll.register(part.completion.fileno(), select.EPOLLIN)
+        return elsewhere
+
+    def take_moved(self) -> list[tuple[int, int]]:
+        """(root that had no such record, root that is asked now), one for each record, since the last call."""
+        moved, self._moved = self._moved, []
+        return moved
 
     def root_of(self, index: int) -> int:
         """Number of the root that a record is read from; -1: none was asked."""
@@ -153,7 +191,7 @@ class LoadHandle(_Handle):
         part.completion.release(position)
 
     def _find(self, index: int) -> tuple[Part, int]:
-        for part in self._parts:
+        for part in reversed(self._parts):  # the last one that looked for it has it
             if index in part.indices:
                 return part, part.indices.index(index)
         raise IndexError(index)
@@ -172,6 +210,8 @@ class StoreHandle:
         self._open = count
         self.num_written = 0
         """Of those that are in the volume now, how many this store wrote: the others were there already."""
+        self.elsewhere: dict[bytes, str] = {}
+        """Key -> root_id, of those that are on another root than their first one: that one fails, or cannot keep up."""
 
     def done(self) -> bool:
         """True once the payload memory is the caller's again."""

@@ -12,7 +12,7 @@ from rewarm.engine.base import Probe, ReadRecord, RecordTarget, Transfer
 from rewarm.engine.record import KEY_BYTES
 from rewarm.engine.scan import scan_keys
 from rewarm.errors import UsageError
-from rewarm.volume.handles import LoadHandle, Note, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
+from rewarm.volume.handles import Again, LoadHandle, Note, Outcome, Part, ProbeHandle, StoreHandle, outcome_of
 from rewarm.volume.index import U64, KeyIndex, ends
 from rewarm.volume.layout import NamespaceFile
 from rewarm.volume.open_root import Root
@@ -95,10 +95,11 @@ class Namespace:
             parts.append(Part(completion, range(len(keys)), self._probe_note(number, keys)))
         return ProbeHandle(len(keys), parts)
 
-    def note_present(self, keys: Sequence[bytes]) -> None:
-        """Another part of the server stored these records."""
+    def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None:
+        """Another part of the server stored these records: on this root, or each on its first one where it is empty."""
+        elsewhere = self._volume.number_of(root_id) if root_id else None
         for key in keys:
-            self._indexes[self._volume.placement.order(key)[0]].add(key)
+            self._indexes[self._volume.placement.order(key)[0] if elsewhere is None else elsewhere].add(key)
 
     def note_absent(self, keys: Sequence[bytes]) -> None:
         """These records are gone, or no good."""
@@ -151,7 +152,39 @@ class Namespace:
             for part in parts:
                 part.completion.cancel()  # the targets are the caller's again
             raise
-        return LoadHandle(len(targets), parts, refused)
+        again = self._finder(targets, None if deadline_s is None else time.monotonic() + deadline_s)
+        return LoadHandle(len(targets), parts, refused, again)
+
+    def _finder(self, targets: Sequence[tuple[bytes, RecordTarget]], end: float | None) -> Again | None:
+        """What looks on the other roots for records that this process does not know: another one may have stored them
+        there, since their first root failed or did not keep up then.
+        """
+        if len(self._indexes) == 1:
+            return None
+        left: dict[int, list[int]] = {}
+        for position, (key, _) in enumerate(targets):
+            if not any(index.contains(key) for index in self._indexes):
+                left[position] = self._usable(key)[1:]
+
+        def again(missed: Sequence[int]) -> list[Part]:
+            by_root: dict[int, list[int]] = {}
+            for position in missed:
+                if left.get(position):
+                    by_root.setdefault(left[position].pop(0), []).append(position)
+            parts = []
+            for number, positions in by_root.items():
+                deadline_s = None if end is None else max(0.0, end - time.monotonic())
+                reads = self._reads(number, targets, positions)
+                completion = self._volume.engine.submit(reads, deadline_s=deadline_s)
+                parts.append(Part(completion, positions, self._load_note(number, targets), number))
+            return parts
+
+        return again if any(left.values()) else None
+
+    def _usable(self, key: bytes) -> list[int]:
+        """The roots that a key may be on and that can be asked now, its own first."""
+        order = self._volume.placement.order(key)
+        return [number for number in order if not self._volume.roots[number].health.loads.is_on]
 
     def _by_root(self, targets: Sequence[tuple[bytes, RecordTarget]]) -> Iterable[tuple[int, Sequence[int]]]:
         """The positions of targets whose records are on each root, as far as is known."""
@@ -201,12 +234,11 @@ class Namespace:
         """The root that a key is on, as far as is known; else the one where it should be."""
         if len(self._indexes) == 1:
             return 0
-        order = self._volume.placement.order(key)
-        usable = [number for number in order if not self._volume.roots[number].health.loads.is_on]
+        usable = self._usable(key)
         for number in usable:
             if self._indexes[number].contains(key):
                 return number
-        return (usable or order)[0]
+        return (usable or self._volume.placement.order(key))[0]
 
     def _scan(self, roots: Sequence[tuple[Root, KeyIndex]]) -> None:
         started = time.monotonic()

@@ -45,6 +45,8 @@ class StoreItem:
     address: int
     handle: StoreHandle
     index: int
+    put_at: float
+    """When it was queued, by the volume's clock."""
 
     def settle(self, *, is_stored: bool, is_written: bool = False) -> None:
         """Tell the caller."""
@@ -73,9 +75,16 @@ class StoreThread:
         """Whether the last store found no room."""
         self.refused_bytes = 0
         """Length of the record that the store budget had no room for; 0: it has some."""
+        self._since: float | None = None
+        """When the oldest record was queued that is being written; None: none is."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rewarm-store-{number}", daemon=True)
         self._thread.start()
+
+    def lag_s(self, now: float) -> float:
+        """For how long the oldest record that is being written has been waiting; 0: nothing is being written."""
+        since = self._since
+        return 0.0 if since is None else now - since
 
     def put(self, item: StoreItem) -> None:
         """Queue a record; returns at once."""
@@ -100,6 +109,7 @@ class StoreThread:
         is_open = True
         while is_open:
             items, is_open = self._next()
+            self._since = items[0].put_at if items else None
             try:
                 self._store(items)
             except (OSError, RewarmError) as error:
@@ -107,6 +117,7 @@ class StoreThread:
             finally:
                 for item in items:  # whatever happened, nobody waits for ever; the settled ones stay as they are
                     item.settle(is_stored=False)
+                self._since = None
             if time.monotonic() >= next_housekeeping or not is_open:
                 self._flush()
                 self._housekeep()
@@ -252,6 +263,8 @@ class StoreThread:
 
     def _learn(self, item: StoreItem, *, is_written: bool) -> None:
         item.namespace.learn(self._number, item.key)
+        if self._number != self._volume.placement.order(item.key)[0]:
+            item.handle.elsewhere[item.key] = self._root.file.root_id
         self._volume.note_written(item.namespace.id, item.key)
         item.settle(is_stored=True, is_written=is_written)
 

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rewarm.engine.base import Engine
@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
 LOOK_AT_ROOTS_S = 1.0
+MAX_LAG_S = 0.5
+"""A root whose oldest record has been waiting for longer does not keep up: others are stored on the key's next root."""
 _MAX_DAMAGED = 10_000
 
 
@@ -54,8 +56,10 @@ class Volume:
         away: Sequence[str] = (),
         store_bytes_per_day: int = 0,
         rated_dwpd: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use Volume.open()."""
+        self.clock = clock
         self.roots = list(roots)
         self.engine = engine
         self.counters = counters
@@ -260,14 +264,30 @@ class Volume:
 
     # What follows is for the namespaces and the store threads of this volume.
 
+    def number_of(self, root_id: str) -> int | None:
+        """Of a root, in this process; None: it is not used here."""
+        return next((n for n, root in enumerate(self.roots) if root.is_member and root.file.root_id == root_id), None)
+
     def queue_stores(self, namespace: Namespace, payloads: Sequence[tuple[bytes, int]], handle: StoreHandle) -> None:
         """Hand records to the threads of their roots."""
         if self.read_only:
             raise UsageError("this volume was opened read-only")
+        now = self.clock()
+        lags_s = [thread.lag_s(now) for thread in self._store_threads]
         for index, (key, address) in enumerate(payloads):
-            order = self.placement.order(key)
-            number = next((n for n in order if not self.roots[n].health.stores.is_on), order[0])
-            self._store_threads[number].put(StoreItem(namespace, key, address, handle, index))
+            number = self._root_to_store_on(self.placement.order(key), lags_s)
+            self._store_threads[number].put(StoreItem(namespace, key, address, handle, index, now))
+
+    def _root_to_store_on(self, order: Sequence[int], lags_s: Sequence[float]) -> int:
+        """The first root of an order that works and keeps up with what it is to write; else the one least behind.
+
+        So each root gets what its capacity asks for as long as it can write that, and what it can write where it
+        cannot; a root that was behind is back as soon as it has nothing to write.
+        """
+        able = [number for number in order if not self.roots[number].health.stores.is_on]
+        if not able:
+            return order[0]
+        return next((number for number in able if lags_s[number] <= MAX_LAG_S), min(able, key=lags_s.__getitem__))
 
     def note_damaged(self, root: Root, namespace_id: bytes, key: bytes) -> None:
         """A record failed its check: absent from now on, until it is written again."""

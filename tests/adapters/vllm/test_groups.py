@@ -20,7 +20,8 @@ from rewarm.adapters.vllm import versions
 from rewarm.adapters.vllm.prompt_keys import prompt_entries
 from rewarm.errors import AdapterError, UsageError
 from rewarm.kv import presence
-from rewarm.volume import create_volume
+from rewarm.kv.chunks import StepReport
+from rewarm.volume import Outcome, create_volume
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -202,7 +203,7 @@ def test_what_a_window_needs_is_looked_for_before_each_end(place: Place) -> None
     request = server.make_request(prompt(1), "r")
     bases = side._chunk_ids(side._track(request))
     side.request_finished(request)
-    side._presence._note(presence.group_chunk(bases[2], 1), present=False)
+    side._presence.take(StepReport(failed={presence.group_chunk(bases[2], 1): Outcome.MISS}))
     assert side._presence.count_present(bases, 0) == NUM_CHUNKS
     assert side._presence.count_present(bases[: 2 + WINDOW_CHUNKS], 0) == 2
 

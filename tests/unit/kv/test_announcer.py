@@ -47,7 +47,7 @@ class Namespace:
         self.probes.append((list(keys), made))
         return made
 
-    def note_present(self, keys: Sequence[bytes]) -> None:
+    def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None:
         self.known.update(keys)
         self.on_disk.update(keys)
 

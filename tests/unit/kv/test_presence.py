@@ -36,6 +36,7 @@ class Namespace:
         self.on_disk: set[bytes] = set()
         self.probes: list[Probe] = []
         self.touched: list[bytes] = []
+        self.places: dict[bytes, str] = {}
 
     def contains(self, key: bytes) -> bool:
         return key in self.known
@@ -44,8 +45,9 @@ class Namespace:
         self.probes.append(Probe(self.on_disk, self.known, keys))
         return self.probes[-1]
 
-    def note_present(self, keys: Sequence[bytes]) -> None:
+    def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None:
         self.known.update(keys)
+        self.places.update(dict.fromkeys(keys, root_id))
 
     def note_absent(self, keys: Sequence[bytes]) -> None:
         self.known.difference_update(keys)
@@ -192,3 +194,17 @@ def test_a_group_with_a_window_is_asked_for_the_chunks_before_the_end_only() -> 
     assert presence.count_present(chunks, 4) == 4
     namespace.known.add(shard.key(group_chunk(chunks[3], 1)))
     assert presence.count_present(chunks, 3) == 4, "what lies before is resident, its window too"
+
+
+def test_where_records_lie_is_kept_until_every_rank_has_stored_its_part() -> None:
+    namespaces = [Namespace(), Namespace()]
+    shards = [Shard(namespace, rank) for rank, namespace in enumerate(namespaces)]
+    presence = ChunkPresence(shards, store="always")
+    chunk = b"c" * 32
+    keys = [shard.key(chunk) for shard in shards]
+    assert presence.wants_store(chunk)
+    presence.take(StepReport(stored={chunk: 1}, elsewhere={keys[1]: "an id"}))
+    assert not namespaces[1].places
+    presence.take(StepReport(stored={chunk: 1}))
+    assert [namespace.places for namespace in namespaces] == [{keys[0]: ""}, {keys[1]: "an id"}]
+    assert not presence._elsewhere

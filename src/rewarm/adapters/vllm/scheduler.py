@@ -278,6 +278,8 @@ class SchedulerSide:
                 continue  # other ranks are still at it
             if (settled := self._settle(chunk)) is not None:
                 self._held.got_on(settled[0].request.request_id)
+                if report.elsewhere:
+                    self._note_owner(settled[0], [chunk])  # in the log of the root where it is
 
     def _settle(self, chunk: bytes) -> tuple[_Tracked, int] | None:
         """The request and the number of a chunk whose store has ended in some way; None where that is told again, or
