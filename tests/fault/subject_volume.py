@@ -49,10 +49,12 @@ ROUNDS = 5
 class _NoJanitor:
     """In the place of a janitor process of a volume's own: one janitor serves all lives on a root."""
 
+    is_running = True
+
     def __init__(self, roots: list[str]) -> None: ...
     def ensure(self) -> None: ...
-    def take_evicted(self) -> tuple[int, int]:
-        return 0, 0
+    def take_evicted(self) -> tuple[int, int, int]:
+        return 0, 0, 0
 
     def close(self) -> None: ...
 

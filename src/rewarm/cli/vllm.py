@@ -141,7 +141,9 @@ def tier_state(metrics_text: str) -> TierState:
     def total(name: str, outcome: str = "") -> int:
         return int(sums.get((name, outcome), 0.0))
 
-    loads = {outcome: int(value) for (name, outcome), value in sums.items() if name == "rewarm_kv_loads_total"}
+    loads = {
+        outcome: int(value) for (name, outcome), value in sums.items() if name == "rewarm_kv_loads_total" and value
+    }
     return TierState(
         is_there="rewarm_kv_" in metrics_text,
         lookup_tokens=total("rewarm_kv_lookup_tokens_total"),

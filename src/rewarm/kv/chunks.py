@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from rewarm.errors import UsageError
+from rewarm.metrics import LOAD_PARTS
 from rewarm.units import MIB, format_size
 
 HOST_TARGET_BYTES = 4 * MIB
@@ -112,6 +113,23 @@ class Delivery:
         return Delivery(self.num_bytes + other.num_bytes, self.busy_s + other.busy_s, self.ran_dry or other.ran_dry)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Where the time of a load that has ended went."""
+
+    parts: tuple[float, ...] = (0.0,) * len(LOAD_PARTS)
+    """Seconds of each of metrics.LOAD_PARTS; they add up to the load's."""
+    root_bytes: dict[str, int] = field(default_factory=dict)
+    """root_id -> bytes that came from it."""
+
+    def __add__(self, other: LoadTimes) -> LoadTimes:
+        """Of two ranks: the times of the slower one, and the bytes of both."""
+        both = dict(self.root_bytes)
+        for root_id, num_bytes in other.root_bytes.items():
+            both[root_id] = both.get(root_id, 0) + num_bytes
+        return LoadTimes(max(self.parts, other.parts, key=sum), both)
+
+
 @dataclass(slots=True)
 class StepReport:
     """What the ranks tell the scheduler's side after a step; reports of several ranks add up."""
@@ -141,6 +159,8 @@ class StepReport:
     """Request whose load has ended early -> the first of its chunks that is not in place."""
     delivered: dict[str, Delivery] = field(default_factory=dict)
     """root_id -> what it delivered since the last report."""
+    times: dict[str, LoadTimes] = field(default_factory=dict)
+    """Request whose load has ended -> where its time went."""
 
     def add(self, other: StepReport) -> None:
         """Take another rank's report in."""
@@ -161,3 +181,5 @@ class StepReport:
             self.short[request_id] = min(self.short.get(request_id, index), index)
         for root, delivery in other.delivered.items():
             self.delivered[root] = self.delivered.get(root, Delivery()) + delivery
+        for request_id, times in other.times.items():
+            self.times[request_id] = self.times.get(request_id, LoadTimes()) + times

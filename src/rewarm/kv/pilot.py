@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rewarm.kv.choose import LoadPolicy
+from rewarm.kv.chunks import LoadTimes
 from rewarm.kv.costs import Costs
 from rewarm.kv.decision_log import SCHEMA, DecisionLog
-from rewarm.kv.policy import Part, PrefixHit
+from rewarm.kv.policy import Decision, Part, PrefixHit, prediction_errors
 from rewarm.kv.rates import rates_from_json, rates_to_json
+from rewarm.kv.slow_loads import SlowLoads
 
 if TYPE_CHECKING:
     from rewarm.kv.chunks import StepReport
@@ -43,6 +45,7 @@ class Pilot:
         log: DecisionLog | None = None,
         num_holders: int = 1,
         may_cut: bool = True,
+        root_name: Callable[[str], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -57,6 +60,7 @@ class Pilot:
             log: Where decisions and rates are kept; None: nowhere. Closed with this.
             num_holders: Ranks that store a part of each chunk; where others load the same bytes they count once.
             may_cut: Whether a load that is cut leaves what it had loaded by then.
+            root_name: What metrics and the log call a root, from its root_id.
             clock: Seconds, never backwards.
         """
         self._counters = counters
@@ -75,19 +79,12 @@ class Pilot:
         self._policy = LoadPolicy(policy, self.costs, prefill_limit=prefill_limit, clock=clock)
         self._may_cut = may_cut
         self._is_off = False
+        self._root_name = root_name
+        self._slow_loads = SlowLoads(root_name, clock)
+        self._loading: dict[str, Decision] = {}
+        """Request -> the decision that its load is under way for."""
         self._rates_kept_at = clock()
-        self._add_line(
-            {
-                "schema": SCHEMA,
-                "policy": policy,
-                "chunk_tokens": chunk_tokens,
-                "chunk_bytes": chunk_bytes,
-                "step_tokens": step_tokens,
-                "prefill_limit": prefill_limit,
-                "shares": list(shares.values()),
-                **rates_to_json(storage, prefill),
-            }
-        )
+        self._add_line({"schema": SCHEMA, "policy": policy, "prefill_limit": prefill_limit, **self._begun(shares)})
 
     @property
     def is_asking(self) -> bool:
@@ -131,6 +128,7 @@ class Pilot:
 
     def forget(self, request_id: str) -> None:
         """As LoadPolicy.forget()."""
+        self._loading.pop(request_id, None)
         self._guard(lambda: self._policy.forget(request_id), None)
 
     def close(self) -> None:
@@ -138,6 +136,17 @@ class Pilot:
         if self._log is not None:
             self._guard(self._keep_rates, None)
             self._log.close()
+
+    def _begun(self, shares: Mapping[str, float]) -> dict[str, Any]:
+        """What stands at the head of a log, besides the policy."""
+        costs = self.costs
+        return {
+            "chunk_tokens": costs.chunk_tokens,
+            "chunk_bytes": costs.chunk_bytes,
+            "step_tokens": costs.step_tokens,
+            "shares": list(shares.values()),
+            **rates_to_json(costs.storage, costs.prefill),
+        }
 
     def _set_shares(self, shares: Mapping[str, float]) -> None:
         rates = dict(zip(self._roots, self.costs.storage.roots, strict=True))
@@ -148,8 +157,10 @@ class Pilot:
     def _begin_step(self, step: int, parts: Sequence[Part]) -> list[str]:
         cuts = self._policy.to_cut() if self._may_cut else []
         self._policy.step_begun(step, parts)
-        for reason, _ in self._policy.made:
+        for reason, decision in self._policy.made:
             self._counters.add("rewarm_kv_decisions_total", 1, reason.value)
+            if decision is not None and decision.num_load_tokens:
+                self._loading[decision.request_id] = decision
         self._policy.made.clear()
         return cuts
 
@@ -160,16 +171,34 @@ class Pilot:
             root = self._roots.index(root_id)
             num_bytes = delivery.num_bytes * self._num_holders / report.num_ranks
             self._policy.moved(root, num_bytes, delivery.busy_s / report.num_ranks, ran_dry=delivery.ran_dry)
+            rate = self.costs.storage.roots[root].bytes_a_s
+            self._counters.set("rewarm_root_read_bytes_per_second", rate, self._root_name(root_id))
         for request_id, num_parts in report.placed.items():
             self._policy.loaded(request_id, num_parts / report.num_ranks)
         for request_id, num_good_tokens in ended.items():
             self._policy.load_ended(request_id, num_good_tokens)
+            decided = self._loading.pop(request_id, None)
+            if decided is not None and self._slow_loads.ended(decided, report.times.get(request_id, LoadTimes())):
+                self._counters.add("rewarm_kv_slow_loads_total")
         self._policy.step_ended(report.step)
         for decision in self._policy.ended:
             self._add_line(decision.to_json())
+            self._count_ended(decision)
         self._policy.ended.clear()
         if self._clock() - self._rates_kept_at > KEEP_RATES_EVERY_S:
             self._keep_rates()
+
+    def _count_ended(self, decision: Decision) -> None:
+        predicted_s, compute_s, actual_s = decision.predicted_s, decision.predicted_compute_s, decision.actual_s
+        if predicted_s is None or compute_s is None or not actual_s or decision.was_cut:
+            return
+        add, reason = self._counters.add, decision.reason.value
+        add("rewarm_kv_decisions_ended_total", 1, reason)
+        add("rewarm_kv_decision_predicted_seconds_total", predicted_s, reason)
+        add("rewarm_kv_decision_compute_seconds_total", compute_s, reason)
+        add("rewarm_kv_decision_actual_seconds_total", actual_s, reason)
+        (error,) = prediction_errors([decision])
+        self._counters.observe("rewarm_kv_decision_error_ratio", error)
 
     def _keep_rates(self) -> None:
         self._rates_kept_at = self._clock()

@@ -90,6 +90,10 @@ class _Active:
     """What the server had queued when the load was ordered, and ``where``; blocks may be written after it."""
     where: list[torch.Tensor]
     """Of each chunk, for ChunkRows."""
+    num_queued: int = 0
+    """Chunks whose copy is under way."""
+    last: tuple[torch.Event, torch.Event] | None = None
+    """Before and after the scatter of its last chunk."""
 
 
 class StagedWorker(RankWorker):
@@ -106,6 +110,7 @@ class StagedWorker(RankWorker):
         self._ring = ring
         self._rows = chunk_rows(planes, setup.chunk_blocks)
         self._load_lanes = [_Lane(planes, setup.chunk_blocks) for _ in range(NUM_LANES)]
+        self._can_time = self._keeps_time()
         self._store_lanes = [_Lane(planes, setup.chunk_blocks) for _ in range(NUM_LANES)] if setup.may_store else []
         num_slots = max(1, setup.store_buffer_bytes // self._slot_bytes)
         self._memory = PinnedMemory(num_slots * self._slot_bytes) if setup.may_store else None
@@ -242,17 +247,45 @@ class StagedWorker(RankWorker):
         lane = self._load_lanes[self._num_copied % NUM_LANES]
         self._num_copied += 1
         skip_blocks = active.load.order.chunks[index].skip_blocks
+        active.num_queued += 1
+        is_timed = self._can_time and active.num_queued == active.load.left
         lane.stream.wait_event(active.ready)
         with lane.stream:
             lane.staging.copy_(self._ring.at(handle.slot_address(index), self._setup.payload_bytes), non_blocking=True)
+            copied = self._timed(lane.stream) if is_timed else None
             self._rows.scatter(lane.staging, active.where[index], skip_blocks)
-        self._copies.append((lane.stream.record_event(), active, index))
+        if copied is None:
+            done = lane.stream.record_event()
+        else:
+            done = self._timed(lane.stream)
+            active.last = (copied, done)
+        self._copies.append((done, active, index))
+
+    def _timed(self, stream: torch.Stream) -> torch.Event:
+        """An event that can tell the time since another one."""
+        event = torch.Event(self._setup.planes.device, enable_timing=True)
+        stream.record_event(event)
+        return event
+
+    def _keeps_time(self) -> bool:
+        """Whether the device's events tell times; where they do not, a scatter counts as a copy."""
+        try:
+            first, second = self._timed(self._load_lanes[0].stream), self._timed(self._load_lanes[0].stream)
+            second.synchronize()
+            first.elapsed_time(second)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False
+        return True
 
     def _retire(self) -> None:
         """The oldest copy has ended: its slot goes back, and its chunk is in place."""
         _, active, index = self._copies.popleft()
         assert active.load.handle is not None
         active.load.handle.release(index)
+        active.num_queued -= 1
+        if active.load.left == 1:  # told before the server's thread may see that it has ended
+            active.load.scatter_s = active.last[0].elapsed_time(active.last[1]) / 1000 if active.last else 0.0
+            active.load.placed_at = time.monotonic()
         active.load.left -= 1
         self._note_end(active)
 

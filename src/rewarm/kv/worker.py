@@ -12,17 +12,18 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rewarm.engine.base import BlockPlanes, ToBlocks
+from rewarm.engine.base import BlockPlanes, Times, ToBlocks
 from rewarm.engine.memory import AlignedBuffer, alloc_aligned
 from rewarm.errors import RewarmError
-from rewarm.kv.chunks import LoadOrder, StepOrders, StepReport, StoreOrder
+from rewarm.kv.chunks import Delivery, LoadOrder, LoadTimes, StepOrders, StepReport, StoreOrder
 from rewarm.kv.identity import canonical_json, with_layout
 from rewarm.kv.keys import shard_key
 from rewarm.kv.meter import RootMeter
+from rewarm.metrics import LOAD_PARTS
 from rewarm.units import MIB, round_up
 from rewarm.volume import Outcome
 
@@ -53,6 +54,10 @@ class Load:
     """Index of the chunk -> how it ended, where that was not HIT."""
     num_told: int = 0
     """Chunks in place that the scheduler's side knows of."""
+    placed_at: float = 0.0
+    """When ``left`` came to 0; 0: the engine puts the bytes in place itself, and tells when."""
+    scatter_s: float = 0.0
+    """Of its last chunk, where the device tells."""
     is_cut: bool = False
     """It was ended on purpose: its chunks are no worse for that."""
 
@@ -117,7 +122,7 @@ class RankWorker(ABC):
         if stores and self._setup.may_store:
             if self._namespace is None or self._setup.volume.is_over_budget:
                 self._report.dropped.update({order.chunk: 1 for order in stores})
-                self._setup.counters.add("rewarm_kv_stores_total", len(stores), "skipped")
+                self._setup.counters.add("rewarm_kv_stores_total", len(stores), "dropped")
             else:
                 self._save(self._namespace, stores)
 
@@ -150,7 +155,18 @@ class RankWorker(ABC):
         delivered = self._meter.take(time.monotonic())
         report.delivered = {roots[number].file.root_id: delivery for number, delivery in delivered.items()}
         report.store_room = self._buffer.num_free
+        self._count_moved(delivered)
         return report
+
+    def _count_moved(self, delivered: Mapping[int, Delivery]) -> None:
+        counters = self._setup.counters
+        for number, delivery in delivered.items():
+            name = self._setup.volume.roots[number].name
+            counters.add("rewarm_root_read_bytes_total", delivery.num_bytes, name)
+            counters.add("rewarm_root_read_seconds_total", delivery.busy_s, name)
+        num_open = sum(load.left for load in self._loads.values())
+        counters.set("rewarm_kv_load_queue_bytes", num_open * self._setup.payload_bytes)
+        counters.set("rewarm_kv_store_queue_bytes", self._buffer.num_used * self._setup.payload_bytes)
 
     @abstractmethod
     def close(self) -> None:
@@ -227,7 +243,27 @@ class RankWorker(ABC):
             is_cut = load.is_cut and outcome is Outcome.TIMEOUT
             counters.add("rewarm_kv_loads_total", 1, "cut" if is_cut else outcome.name.lower())
         counters.add("rewarm_kv_load_bytes_total", num_blocks * page_bytes)
-        counters.observe("rewarm_kv_load_seconds", time.monotonic() - load.started)
+        self._note_times(load, time.monotonic())
+
+    def _note_times(self, load: Load, now: float) -> None:
+        """Tell where the time of a load went."""
+        total_s = max(0.0, now - load.started)
+        times = load.handle.times() if load.handle is not None else Times()
+        engine_s = min(times.total_s, total_s)
+        queue_s = min(times.waited_s, engine_s)
+        placed_s = max(engine_s, min(load.placed_at - load.started, total_s)) if load.placed_at else engine_s
+        scatter_s = min(load.scatter_s, placed_s - engine_s)
+        parts = (queue_s, engine_s - queue_s, placed_s - engine_s - scatter_s, scatter_s, total_s - placed_s)
+        counters = self._setup.counters
+        counters.observe("rewarm_kv_load_seconds", total_s)
+        for name, seconds in zip(LOAD_PARTS, parts, strict=True):
+            counters.observe("rewarm_kv_load_part_seconds", seconds, name)
+        root_bytes: dict[str, int] = {}
+        for index in range(len(load.order.chunks)):
+            if load.handle is not None and index not in load.failed:
+                root_id = self._setup.volume.roots[load.handle.root_of(index)].file.root_id
+                root_bytes[root_id] = root_bytes.get(root_id, 0) + self._setup.payload_bytes
+        self._report.times[load.order.request_id] = LoadTimes(parts, root_bytes)
 
     def _take_results(self, load: Load, *, is_exact: bool) -> list[int]:
         """Indices of chunks that are delivered since the last call; failed ones are noted in ``load``.
@@ -282,6 +318,7 @@ class RankWorker(ABC):
 
     def _note_put_off(self, chunks: Iterable[bytes]) -> None:
         for chunk in chunks:
+            self._setup.counters.add("rewarm_kv_stores_put_off_total")
             self._report.put_off[chunk] = self._report.put_off.get(chunk, 0) + 1
 
 
@@ -331,9 +368,14 @@ class StoreBuffer:
             return len(self._free)
 
     @property
+    def num_used(self) -> int:
+        """Slots that are taken."""
+        return self._num_slots - self.num_free
+
+    @property
     def is_used(self) -> bool:
         """Whether any slot is taken."""
-        return self.num_free < self._num_slots
+        return self.num_used > 0
 
 
 class HostWorker(RankWorker):

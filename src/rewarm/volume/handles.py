@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
-from rewarm.engine.base import Completion
+from rewarm.engine.base import Completion, Times
 from rewarm.errors import BusyError
 
 
@@ -169,6 +169,16 @@ class LoadHandle(_Handle):
     def root_of(self, index: int) -> int:
         """Number of the root that a record is read from; -1: none was asked."""
         return self._roots[index]
+
+    def times(self) -> Times:
+        """Where the time went: of parts from one root that add up, of several roots the longest. They run at once."""
+        total_s = 0.0
+        moved_s: dict[int, float] = {}
+        for part in self._parts:
+            times = part.completion.times()
+            total_s = max(total_s, times.total_s)
+            moved_s[part.root] = moved_s.get(part.root, 0.0) + times.total_s - times.waited_s
+        return Times(max(0.0, total_s - max(moved_s.values(), default=0.0)), total_s)
 
     def take(self) -> list[tuple[int, Outcome]]:
         """(index, outcome) of records that ended since the last take, in the order in which they ended."""

@@ -34,6 +34,8 @@ class Pause:
         self._lock = threading.Lock()
         self._until = 0.0
         self._next_s = FIRST_PAUSE_S
+        self.count = 0
+        """How often it began."""
 
     @property
     def is_on(self) -> bool:
@@ -44,6 +46,7 @@ class Pause:
         """It did not work: stay away. Failures during a pause belong to the same trouble."""
         with self._lock:
             if not self.is_on:
+                self.count += 1
                 self._until = self._clock() + self._next_s
                 self._next_s = min(2 * self._next_s, MAX_PAUSE_S)
 

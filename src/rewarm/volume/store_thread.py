@@ -243,9 +243,11 @@ class StoreThread:
         try:
             completion = self._volume.engine.submit(transfers, priority=Priority.STORE)
             completion.wait()
+            self._volume.counters.add("rewarm_root_write_seconds_total", completion.times().total_s, self._root.name)
             for item, result in zip(group[:granted], completion.results(), strict=True):
                 if result == 0:
                     not_written -= 1
+                    self._volume.counters.add("rewarm_root_written_bytes_total", record_bytes, self._root.name)
                     self._learn(item, is_written=True)
                     session.note(Did.STORED, item.namespace.id, (item.key,))
                 elif result in _FULL:

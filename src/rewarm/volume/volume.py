@@ -12,6 +12,7 @@ from typing import Any
 from rewarm.engine.base import Engine
 from rewarm.errors import BusyError, DamageError, RewarmError, StorageError, UsageError, VolumeClosed
 from rewarm.metrics import Counters
+from rewarm.volume.gauges import Gauges
 from rewarm.volume.handles import StoreHandle
 from rewarm.volume.janitor.process import JanitorProcess
 from rewarm.volume.layout import (
@@ -24,13 +25,13 @@ from rewarm.volume.layout import (
 )
 from rewarm.volume.members import WatchedMembers, current_roots, members_of
 from rewarm.volume.namespace import Namespace
-from rewarm.volume.open_root import Root, device_bytes
+from rewarm.volume.open_root import Root
 from rewarm.volume.opening import close_root, open_root
 from rewarm.volume.placement import Placement
 from rewarm.volume.session import Did
 from rewarm.volume.store_thread import StoreItem, StoreThread
 from rewarm.volume.usage import read_usage
-from rewarm.volume.wear import DAY_HOURS, read_wear
+from rewarm.volume.wear import Wear
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +67,11 @@ class Volume:
         self.read_only = read_only
         self.durable = durable
         self._store_bytes_per_day = store_bytes_per_day
-        self._rated_dwpd = rated_dwpd
         self.placement = _placement(self.roots)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, Namespace] = {}
         self._damaged: dict[tuple[bytes, bytes], None] = {}
-        self._used_bytes = dict.fromkeys((root.name for root in roots), 0)
         self._is_closed = False
         self._janitors = {} if janitor is None else {"": janitor}
         """One for the roots that were there at open, and one for each that was added, by root_id."""
@@ -84,8 +83,9 @@ class Volume:
         self._untold: set[str] = set()
         self.num_changes = 0
         """How often a root was added or removed since the volume was opened."""
-        self.counters.set("rewarm_volume_capacity_bytes", self.capacity_bytes)
         self._store_threads: list[StoreThread] = []
+        self._gauges = Gauges(self, rated_dwpd)
+        self.counters.watch(self._gauges.at_hand)
         if not read_only:
             self._store_threads = [StoreThread(self, number, self._housekeep) for number in range(len(self.roots))]
         self._is_ending = threading.Event()
@@ -166,6 +166,20 @@ class Volume:
         total = self.capacity_bytes
         return {root.file.root_id: root.file.capacity_bytes / total for root in self.roots if root.is_member}
 
+    def root_name(self, root_id: str) -> str:
+        """The directory of a root that is open here, or was; its root_id, if none was."""
+        return next((root.name for root in reversed(self.roots) if root.file.root_id == root_id), root_id)
+
+    @property
+    def num_records(self) -> int:
+        """Records that the index of this process knows."""
+        return sum(map(len, list(self._namespaces.values())))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether stores are paused because a root, or its disk, is full."""
+        return any(thread.is_full for thread in self._threads_of_members())
+
     @property
     def is_over_budget(self) -> bool:
         """Whether every root's store budget is spent: what is stored now is refused."""
@@ -176,6 +190,10 @@ class Volume:
         """What may be written to one root in any 24 hours; 0: no bound."""
         share = self.roots[root_number].file.capacity_bytes / self.capacity_bytes
         return max(1, int(self._store_bytes_per_day * share)) if self._store_bytes_per_day else 0
+
+    def note_wear(self, root_number: int, wear: Wear, now_s: float) -> None:
+        """What was written to a root by all processes: there may be room in its store budget again."""
+        self._store_threads[root_number].note_wear(wear, now_s)
 
     def used_bytes(self) -> int:
         """What the opened roots hold, of all namespaces and processes; asks the file system."""
@@ -220,13 +238,14 @@ class Volume:
                 return
             self._is_closed = True
         self._is_ending.set()
+        self.counters.unwatch(self._gauges.at_hand)
         ended = [thread.close(CLOSE_WAIT_S) for thread in self._store_threads] or [True] * len(self.roots)
         for root, has_ended in zip(self.roots, ended, strict=True):
             if has_ended:
                 close_root(root)
         for janitor in self._janitors.values():
             janitor.close()
-            self._count_evicted(janitor)
+            self._gauges.evicted(janitor)
 
     def look_at_roots(self) -> None:
         """Begin to use roots that were added to the volume, or have come back; stop using those that were removed.
@@ -377,8 +396,8 @@ class Volume:
             root.is_member = False
             for namespace in self._namespaces.values():
                 namespace.drop_root(number)
-            self._used_bytes.pop(root.name, None)
             self._roots_changed()
+            self._gauges.forget(root)
             janitor = self._janitors.pop(root.file.root_id, None)
         if janitor is not None:
             janitor.close()
@@ -389,7 +408,6 @@ class Volume:
     def _roots_changed(self) -> None:
         self.placement = _placement(self.roots)
         self.num_changes += 1
-        self.counters.set("rewarm_volume_capacity_bytes", self.capacity_bytes)
 
     def _threads_of_members(self) -> list[StoreThread]:
         return [thread for root, thread in zip(self.roots, self._store_threads, strict=False) if root.is_member]
@@ -399,48 +417,18 @@ class Volume:
         if not self._housekeeping.acquire(blocking=False):
             return
         try:
-            for janitor in list(self._janitors.values()):
+            janitors = list(self._janitors.values())
+            if janitors and not self._is_closed:
+                self.counters.set("rewarm_janitor_running", float(all(janitor.is_running for janitor in janitors)))
+            for janitor in janitors:
                 if not self._is_closed:
                     janitor.ensure()
-                    self._count_evicted(janitor)
-            record_count = sum(len(namespace) for namespace in list(self._namespaces.values()))
-            self.counters.set("rewarm_volume_records", record_count)
-            self.counters.set(
-                "rewarm_kv_stores_paused", float(any(thread.is_full for thread in self._threads_of_members()))
-            )
+                    self._gauges.evicted(janitor)
             for number, root in enumerate(list(self.roots)):
-                self._count_root(root)
                 if not root.health.stores.is_on:
-                    self._count_wear(number, root)
-            self.counters.set("rewarm_volume_used_bytes", sum(self._used_bytes.values()))
+                    self._gauges.look_at(number)
         finally:
             self._housekeeping.release()
-
-    def _count_root(self, root: Root) -> None:
-        self.counters.set("rewarm_root_healthy", float(not root.health.loads.is_on), root.name)
-        if root.health.stores.is_on:
-            return
-        usage = read_usage(root.paths.usage)
-        if usage.is_known and root.is_member:
-            self._used_bytes[root.name] = usage.used_bytes
-
-    def _count_wear(self, number: int, root: Root) -> None:
-        wear, now_s = read_wear(root.paths.wear), time.time()
-        self._store_threads[number].note_wear(wear, now_s)
-        try:
-            written, device = wear.written_since(DAY_HOURS, now_s), device_bytes(root.name)
-        except OSError:  # away, and no store has met that yet: the thread that counts goes on, and the numbers stay
-            return
-        self.counters.set("rewarm_root_written_day_bytes", written, root.name)
-        self.counters.set("rewarm_root_dwpd", written / device, root.name)
-        if self._rated_dwpd:
-            self.counters.set("rewarm_root_endurance_ratio", written / device / self._rated_dwpd, root.name)
-
-    def _count_evicted(self, janitor: JanitorProcess) -> None:
-        """What the own child evicted: of all the processes of a volume, one counts each record."""
-        records, num_bytes = janitor.take_evicted()
-        self.counters.add("rewarm_evicted_records_total", records)
-        self.counters.add("rewarm_evicted_bytes_total", num_bytes)
 
 
 def _placement(roots: Sequence[Root]) -> Placement:

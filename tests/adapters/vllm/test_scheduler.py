@@ -161,7 +161,7 @@ def test_a_request_that_ends_before_its_chunks_found_room_keeps_its_blocks_until
     assert server.scheduler.kv_cache_manager.usage == 0
     (found,) = cold(server, prompt(1))
     assert found >= NUM_CHUNKS * CHUNK_BLOCKS
-    assert counted(server, "rewarm_kv_stores_total", "skipped") == 0
+    assert counted(server, "rewarm_kv_stores_total", "dropped") == 0
 
 
 def test_no_more_than_a_quarter_of_the_blocks_is_held_for_stores(place: Place) -> None:
@@ -170,7 +170,7 @@ def test_no_more_than_a_quarter_of_the_blocks_is_held_for_stores(place: Place) -
         server.add(prompt(number), f"r{number}")
     server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the requests")
     assert 0 < len(server.scheduler.requests) < 3
-    assert counted(server, "rewarm_kv_stores_total", "skipped") > 0
+    assert counted(server, "rewarm_kv_stores_total", "dropped") > 0
     server.drain(lambda: not server.scheduler.requests, "the blocks that are held")
 
 
@@ -189,7 +189,7 @@ def test_blocks_that_are_held_come_back_when_stores_do_not_get_on(
     assert "stuck" in server.scheduler.requests
     now = HOLD_S
     server.drain(lambda: not server.scheduler.requests, "the blocks to be given up")
-    assert counted(server, "rewarm_kv_stores_total", "skipped") == NUM_CHUNKS
+    assert counted(server, "rewarm_kv_stores_total", "dropped") == NUM_CHUNKS
     assert place.records() == 0
 
 
@@ -202,9 +202,9 @@ def test_nothing_is_stored_behind_a_store_that_failed_until_the_gap_is_closed(pl
     num_chunks = len(tokens) // CHUNK_TOKENS
     place.settle(server)
     assert len(failed) == 1
-    num_stored, num_skipped = place.records(), counted(server, "rewarm_kv_stores_total", "skipped")
-    assert num_skipped > 0, "what was computed once the failure was known"
-    assert num_stored + num_skipped == num_chunks - 1
+    num_stored, num_dropped = place.records(), counted(server, "rewarm_kv_stores_total", "dropped")
+    assert num_dropped > 0, "what was computed once the failure was known"
+    assert num_stored + num_dropped == num_chunks - 1
     assert cold(server, tokens) == [CHUNK_BLOCKS], "a lookup ends at the gap"
     place.settle(server)
     assert place.records() == num_chunks
@@ -336,7 +336,7 @@ def test_a_spent_store_budget_leaves_stores_out_and_answers_as_before(place: Pla
         thread.refused_bytes = 1
     server.run([prompt(2)])
     assert place.records() == NUM_CHUNKS
-    assert counted(server, "rewarm_kv_stores_total", "skipped") >= NUM_CHUNKS
+    assert counted(server, "rewarm_kv_stores_total", "dropped") >= NUM_CHUNKS
     assert cold(server, prompt(1), prompt(2))[0] == NUM_CHUNKS * CHUNK_BLOCKS
 
 

@@ -183,3 +183,22 @@ def test_json_of_a_decision_has_no_surprises(tmp_path: Path) -> None:
     pilot.close()
     (text,) = (line for line in (tmp_path / "name.jsonl").read_text().splitlines() if "request_id" in line)
     assert json.loads(text)["request_id"] == "a\n\x1b[31m"
+
+
+def test_ended_decisions_add_up_their_seconds_and_a_slow_load_is_counted() -> None:
+    clock = Clock()
+    pilot, counters = make("always_load", clock=clock, root_name={"0": "/mnt/a"}.__getitem__)
+    serve(pilot, clock, hit("first"), 1)
+    serve(pilot, clock, hit("second"), 3)
+    before = counters.value("rewarm_kv_decisions_ended_total", "always_load")
+    assert counters.value("rewarm_kv_slow_loads_total") == 0
+    assert counters.value("rewarm_root_read_bytes_per_second", "/mnt/a") == pytest.approx(16 * CHUNK_BYTES / 0.5)
+    actual_s = counters.value("rewarm_kv_decision_actual_seconds_total", "always_load")
+    serve(pilot, clock, hit("third"), 5, seconds=4.0)
+    assert counters.value("rewarm_kv_slow_loads_total") == 1
+    assert counters.value("rewarm_kv_decisions_ended_total", "always_load") == before + 1
+    assert counters.value("rewarm_kv_decision_actual_seconds_total", "always_load") == pytest.approx(actual_s + 8.0)
+    assert counters.value("rewarm_kv_decision_predicted_seconds_total", "always_load") > 0
+    assert counters.value("rewarm_kv_decision_compute_seconds_total", "always_load") > 0
+    assert counters.value("rewarm_kv_decision_error_ratio") == before + 1
+    assert not pilot._loading

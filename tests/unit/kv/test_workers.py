@@ -17,7 +17,7 @@ from rewarm.engine.record import record_bytes  # noqa: E402
 from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StoreOrder  # noqa: E402
 from rewarm.kv.planes import find_planes  # noqa: E402
 from rewarm.kv.worker import HostWorker, RankSetup, RankWorker  # noqa: E402
-from rewarm.metrics import Counters  # noqa: E402
+from rewarm.metrics import LOAD_PARTS, Counters  # noqa: E402
 from rewarm.volume import Outcome, Volume, create_volume  # noqa: E402
 
 NUM_BLOCKS, CHUNK_BLOCKS, LAYERS = 32, 4, 3
@@ -253,3 +253,29 @@ def test_the_layout_is_told_once_and_a_reader_stores_nothing(root: Path) -> None
         assert not list(root.glob("*/??/*.rec"))
     finally:
         rank.close()
+
+
+@pytest.mark.parametrize("rank", DEVICES, indirect=True)
+def test_a_load_tells_where_its_time_went_and_a_root_what_it_moved(rank: Rank, root: Path) -> None:
+    name, payload = str(root), rank.worker._setup.payload_bytes
+    rank.store({CHUNKS[number]: ids_of(number) for number in range(3)})
+    stored_chunks(rank, 3)
+    assert rank.counters.value("rewarm_root_written_bytes_total", name) == 3 * record_bytes(payload)
+    assert rank.counters.value("rewarm_root_write_seconds_total", name) > 0
+    rank.load([ChunkLoad(CHUNKS[n], array("q", ids_of(n))) for n in range(3)])
+    rank.worker.take_report()
+    queued = rank.counters.value("rewarm_kv_load_queue_bytes")
+    assert queued in {0, payload, 2 * payload, 3 * payload}
+    wait_loaded(rank)
+    times = rank.worker.take_report().times["r"]
+    (opened,) = rank.worker._setup.volume.roots
+    assert times.root_bytes == {opened.file.root_id: 3 * payload}
+    assert all(seconds >= 0 for seconds in times.parts)
+    assert times.parts[1] > 0, "reading takes time"
+    counted = {name: values for name, labels, values in rank.counters.samples() if not labels}
+    assert sum(times.parts) == pytest.approx(counted["rewarm_kv_load_seconds"][-1])
+    for part in LOAD_PARTS:
+        assert rank.counters.value("rewarm_kv_load_part_seconds", part) == 1
+    assert rank.counters.value("rewarm_root_read_bytes_total", name) == 3 * payload
+    assert rank.counters.value("rewarm_root_read_seconds_total", name) > 0
+    assert rank.counters.value("rewarm_kv_load_queue_bytes") == rank.counters.value("rewarm_kv_store_queue_bytes") == 0

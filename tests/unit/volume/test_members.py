@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from volumes import MIB, Bench, key, load, namespace_of, record_files, store, wa
 from rewarm.cli.common import run
 from rewarm.cli.main import cli
 from rewarm.errors import DamageError, FormatVersionError, StorageError, UsageError, VolumeFull
+from rewarm.metrics import BY_NAME, GAUGE
 from rewarm.volume import Outcome, Volume, create, create_volume, members
 from rewarm.volume.janitor.root_janitor import RootJanitor
 from rewarm.volume.layout import RootPaths, read_root_file
@@ -72,9 +74,19 @@ def test_a_root_that_is_removed_loses_what_lay_there_and_no_more(two: list[str],
     lost = {path.name for path in record_files(two[1])}
     there = [n for n in range(90) if f"{key(n).hex()}.rec" not in lost]
     assert 0 < len(lost) < 60
+    volume._housekeep()
+    assert volume.counters.value("rewarm_root_healthy", two[1]) == 1
     remove_root(two, two[1])
     volume.look_at_roots()
     assert names(volume) == [two[0], third]
+    volume._housekeep()
+    gauges = [
+        (name, labels, numbers[0]) for name, labels, numbers in volume.counters.samples() if BY_NAME[name].kind is GAUGE
+    ]
+    gone = [math.isnan(number) for _, labels, number in gauges if labels == (two[1],)]
+    assert len(gone) >= 5
+    assert all(gone), "nothing is said of it any more"
+    assert not any(math.isnan(number) for _, labels, number in gauges if labels != (two[1],))
     assert [namespace.contains(key(n)) for n in range(90)] == [n in there for n in range(90)]
     assert load(namespace, there) == [Outcome.HIT] * len(there)
     away = [n for n in range(90) if n not in there]

@@ -269,7 +269,7 @@ class SchedulerSide:
             if (settled := self._settle(chunk)) is not None:
                 settled[0].put_off += [settled[1]] if settled[1] not in settled[0].put_off else []
             else:
-                self._count_skipped(1)
+                self._count_dropped(1)
         for chunk in report.dropped:
             if (settled := self._settle(chunk)) is not None:
                 settled[0].first_failed = min(settled[0].first_failed, settled[1])
@@ -324,7 +324,7 @@ class SchedulerSide:
         return False
 
     def _drop(self, request_id: str) -> None:
-        self._count_skipped(len(self._tracked.pop(request_id).put_off))
+        self._count_dropped(len(self._tracked.pop(request_id).put_off))
 
     def _order_late_stores(self) -> None:
         """Of finished requests that are held: their blocks were filled in earlier steps."""
@@ -393,6 +393,7 @@ class SchedulerSide:
             log=log,
             num_holders=len(setup.holders),
             may_cut=not self._is_whole,
+            root_name=setup.volume.root_name,
         )
 
     def close(self) -> None:
@@ -453,7 +454,7 @@ class SchedulerSide:
         assert self._presence is not None
         base = self._chunk_id(tracked, index)
         if index > tracked.first_failed:
-            self._count_skipped(not self._presence.is_present(base))
+            self._count_dropped(not self._presence.is_present(base))
             return
         for group, ids in enumerate(block_ids):
             chunk, blocks = group_chunk(base, group), ids[index * self._chunk_blocks : (index + 1) * self._chunk_blocks]
@@ -480,5 +481,5 @@ class SchedulerSide:
         if salt and chunks and self._presence is not None:
             self._presence.own(chunks, tenant_of(salt))
 
-    def _count_skipped(self, num_chunks: int) -> None:
-        self._setup.counters.add("rewarm_kv_stores_total", num_chunks * len(self._setup.holders), "skipped")
+    def _count_dropped(self, num_chunks: int) -> None:
+        self._setup.counters.add("rewarm_kv_stores_total", num_chunks * len(self._setup.holders), "dropped")

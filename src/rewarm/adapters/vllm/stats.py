@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from rewarm.metrics import BY_NAME, METRICS, Counters, Kind, Metric, Sample
+from rewarm.config import KvConfig, resolve
+from rewarm.errors import RewarmError
+from rewarm.metrics import BY_NAME, METRICS, Counters, Kind, Metric, Sample, is_newest
 
 _SAMPLES = "samples"
+_DETAILS = ("rewarm_root_", "rewarm_kv_decision_", "rewarm_kv_decisions_ended_")
 
 
 class RewarmStats(KVConnectorStats):  # type: ignore[misc]
@@ -34,13 +40,15 @@ class RewarmStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number a metric and label, for vLLM's log line; gauges are left out."""
+        """One number a metric and label, for vLLM's log line: what is not 0 of counters and histograms, less the
+        details of roots and decisions.
+        """
         counters = Counters()
         counters.merge(self.data.get(_SAMPLES, ()))
         reduced: dict[str, int | float] = {}
         for name, labels, numbers in counters.samples():
-            if BY_NAME[name].kind is not Kind.GAUGE:
-                number = numbers[-1] if BY_NAME[name].kind is Kind.HISTOGRAM else numbers[0]
+            number = numbers[-1] if BY_NAME[name].kind is Kind.HISTOGRAM else numbers[0]
+            if number and BY_NAME[name].kind is not Kind.GAUGE and not name.startswith(_DETAILS):
                 key = name.removeprefix("rewarm_").removesuffix("_total")
                 reduced["_".join((key, *labels))] = round(number, 3)
         return reduced
@@ -63,10 +71,13 @@ class RewarmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._engine_labels = per_engine_labelvalues
         self._metrics = {metric.name: _register(metric, metric_types, labelnames) for metric in METRICS}
-        for metric in METRICS:
-            if not metric.labels:
-                for values in per_engine_labelvalues.values():
-                    self._metrics[metric.name].labels(*values)  # shows from the start, with 0
+        self._totals: dict[tuple[int, str, tuple[str, ...]], float] = {}
+        # Counters show from the start, with 0: what first appears with 1 has not grown by Prometheus' rules. A gauge
+        # shows once its value is known.
+        roots = _roots_of(vllm_config)
+        for metric in (one for one in METRICS if one.kind is not Kind.GAUGE):
+            for engine, labels in itertools.product(per_engine_labelvalues.values(), metric.label_values(roots)):
+                self._metrics[metric.name].labels(*engine, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """See vLLM's base class."""
@@ -74,14 +85,35 @@ class RewarmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             metric = BY_NAME.get(name)
             if metric is None:
                 continue
-            cell = self._metrics[name].labels(*self._engine_labels[engine_idx], *labels)
+            values = (*self._engine_labels[engine_idx], *labels)
+            if metric.kind is Kind.GAUGE and math.isnan(numbers[0]):
+                with suppress(KeyError):
+                    self._metrics[name].remove(*values)
+                continue
+            cell = self._metrics[name].labels(*values)
             if metric.kind is Kind.COUNTER:
                 cell.inc(numbers[0])
             elif metric.kind is Kind.GAUGE:
-                cell.set(numbers[0])
+                cell.set(self._level(metric, engine_idx, tuple(labels), numbers[0]))
             else:
                 for value in observations(metric, numbers):
                     cell.observe(value)
+
+    def _level(self, metric: Metric, engine_idx: int, labels: tuple[str, ...], number: float) -> float:
+        """What a gauge stands at; of one that adds up, the number is its growth on one rank."""
+        if is_newest(metric):
+            return number
+        key = (engine_idx, metric.name, labels)
+        self._totals[key] = self._totals.get(key, 0) + number
+        return self._totals[key]
+
+
+def _roots_of(vllm_config: Any) -> list[str]:
+    """The roots as ranks will name them; none where the configuration is one that they will refuse."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    with suppress(RewarmError):
+        return [os.path.realpath(root) for root in resolve(KvConfig, server=extra).config.roots]
+    return []
 
 
 def observations(metric: Metric, numbers: Sequence[float]) -> list[float]:

@@ -39,7 +39,7 @@ def main() -> int:
         thread.start()
         threads.append(thread)
         janitors.append(janitor)
-    told = (0, 0)
+    told = (0, 0, 0)
     while not ended.is_set() and os.getppid() == parent and any(thread.is_alive() for thread in threads):
         if select.select([sys.stdin], [], [], _PARENT_STEP_S)[0]:
             break
@@ -59,16 +59,20 @@ def _look_after(janitor: RootJanitor, root: str, stop: Callable[[float], bool]) 
         logging.getLogger(__name__).warning("%s: %s", root, error)
 
 
-def _tell(janitors: Sequence[RootJanitor], told: tuple[int, int]) -> tuple[int, int]:
+def _tell(janitors: Sequence[RootJanitor], told: tuple[int, int, int]) -> tuple[int, int, int]:
     """Tell the parent what was evicted since ``told``; returns what it has been told by now.
 
     A parent that does not listen, or is gone, is no reason to stop: it is told the next time.
     """
-    now = (sum(janitor.evicted_records for janitor in janitors), sum(janitor.evicted_bytes for janitor in janitors))
+    now = (
+        sum(janitor.evicted_records for janitor in janitors),
+        sum(janitor.evicted_bytes for janitor in janitors),
+        sum(janitor.evicted_unread for janitor in janitors),
+    )
     if now == told:
         return told
     with suppress(BlockingIOError, BrokenPipeError):
-        os.write(sys.stdout.fileno(), (EVICTED % (now[0] - told[0], now[1] - told[1])).encode())
+        os.write(sys.stdout.fileno(), (EVICTED % tuple(new - old for new, old in zip(now, told, strict=True))).encode())
         return now
     return told
 

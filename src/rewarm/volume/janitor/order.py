@@ -63,6 +63,8 @@ class EvictionOrder:
         self.small_bytes = 0
         self.total_bytes = 0
         """Of all records but the parked ones."""
+        self.num_unread = 0
+        """Records given out to be evicted, so far, that were not used since they were stored."""
 
     def __len__(self) -> int:
         return len(self._names)
@@ -199,6 +201,7 @@ class EvictionOrder:
             self._names.remove(name)
             self._names.release(number)
             self._ghosts.put(name, was_in_main=was_in_main, keep=len(self))
+            self.num_unread += not was_in_main
             return name
 
     def dump(self) -> Iterator[tuple[bytes, int, bytes]]:

@@ -16,9 +16,10 @@ import rewarm
 _CLOSE_WAIT_S = 10.0
 _FIRST_RESTART_S = 1.0
 _MAX_RESTART_S = 60.0
-EVICTED = "evicted %d %d\n"
-"""What the child writes to its standard output: records and bytes that it evicted since it last said so."""
-_EVICTED_LINE = re.compile(rb"^evicted (\d{1,18}) (\d{1,18})$", re.MULTILINE)
+EVICTED = "evicted %d %d %d\n"
+"""What the child writes to its standard output: records and bytes that it evicted since it last said so, and how many
+of the records nobody had used."""
+_EVICTED_LINE = re.compile(rb"^evicted (\d{1,18}) (\d{1,18}) (\d{1,18})$", re.MULTILINE)
 _READ_BYTES = 1 << 20
 """As much as a pipe ever holds."""
 
@@ -30,7 +31,7 @@ class JanitorProcess:
         self._roots = list(roots)
         self._restart_s = _FIRST_RESTART_S
         self._next_start = self._started = 0.0
-        self._evicted = [0, 0]
+        self._evicted = (0, 0, 0)
         self._process = self._start()
 
     @property
@@ -38,10 +39,15 @@ class JanitorProcess:
         """Of the child."""
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the child is there."""
+        return self._process.poll() is None
+
     def ensure(self) -> None:
         """Start another one if it is gone, with pauses that grow while each new one ends soon."""
         now = time.monotonic()
-        if self._process.poll() is None or now < self._next_start:
+        if self.is_running or now < self._next_start:
             return
         if now - self._started > _MAX_RESTART_S:
             self._restart_s = _FIRST_RESTART_S
@@ -50,12 +56,13 @@ class JanitorProcess:
         self._close_pipes()
         self._process = self._start()
 
-    def take_evicted(self) -> tuple[int, int]:
-        """(records, bytes) that the child evicted, as far as it has said so, since the last call."""
+    def take_evicted(self) -> tuple[int, int, int]:
+        """(records, bytes, records that nobody had used) that the child evicted, as far as it has said so, since the
+        last call.
+        """
         self._hear()
-        records, num_bytes = self._evicted
-        self._evicted = [0, 0]
-        return records, num_bytes
+        taken, self._evicted = self._evicted, (0, 0, 0)
+        return taken
 
     def close(self) -> None:
         """End it; it saves its order first. Idempotent."""
@@ -90,9 +97,9 @@ class JanitorProcess:
         stdout = self._process.stdout
         if stdout is None or stdout.closed:
             return
-        for records, num_bytes in _EVICTED_LINE.findall(stdout.read(_READ_BYTES) or b""):
-            self._evicted[0] += int(records)
-            self._evicted[1] += int(num_bytes)
+        for line in _EVICTED_LINE.findall(stdout.read(_READ_BYTES) or b""):
+            records, num_bytes, unread = (had + int(more) for had, more in zip(self._evicted, line, strict=True))
+            self._evicted = (records, num_bytes, unread)
 
     def _close_stdin(self) -> None:
         if self._process.stdin is not None:

@@ -99,6 +99,11 @@ class RootJanitor:
         self.evicted_records = self.evicted_bytes = 0
         """What this object evicted, so far; read by another thread."""
 
+    @property
+    def evicted_unread(self) -> int:
+        """Of those records, how many nobody had used since they were stored."""
+        return self._order.num_unread
+
     def run(self, stop: Callable[[float], bool]) -> None:
         """Wait for the lock, then work until ``stop(seconds)``, which waits that long, says True."""
         descriptor = open_state(self._paths.janitor_lock)
