@@ -104,11 +104,35 @@ static int settle(transfer *t)
     return fd;
 }
 
-/* A unit of it was taken. */
-void unit_begin(rw_batch *b)
+/* Where a unit's bytes count; NULL: nowhere. */
+static flow *flow_for(rw_engine *e, const unit *u)
 {
+    const transfer *t = u->transfer;
+    return t->kind == RW_READ_RECORD && !u->is_scatter ? &e->flows[t->root] : NULL;
+}
+
+/* A unit was taken. */
+void unit_begin(rw_engine *e, const unit *u)
+{
+    rw_batch *b = u->transfer->batch;
     if (!b->num_running++ && b->open_count)
         b->waited_ns += now_ns() - b->idle_ns;
+    flow *f = flow_for(e, u);
+    if (f && !f->num_running++)
+        f->since_ns = now_ns();
+}
+
+static void flow_end(flow *f, uint64_t bytes)
+{
+    f->bytes += bytes;
+    if (!--f->num_running)
+        f->busy_ns += now_ns() - f->since_ns;
+}
+
+rw_flow flow_of(const rw_engine *e, uint32_t root, int64_t now)
+{
+    const flow *f = &e->flows[root];
+    return (rw_flow){f->bytes, f->busy_ns + (f->num_running ? now - f->since_ns : 0)};
 }
 
 rw_times batch_times(const rw_batch *b, int64_t now)
@@ -127,6 +151,9 @@ int unit_end(rw_engine *e, const unit *u, int error)
     e->num_abandoned -= t->state == FINAL;
     if (!--t->batch->num_running)
         t->batch->idle_ns = now_ns();
+    flow *f = flow_for(e, u);
+    if (f)
+        flow_end(f, error ? 0 : unit_bytes(u));
     if (error && !t->error) {
         t->error = error;
         queue_remove(e, t);

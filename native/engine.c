@@ -366,6 +366,18 @@ int rw_engine_usage(rw_engine *e, rw_usage *usage)
     return 0;
 }
 
+int rw_engine_flow(rw_engine *e, uint32_t root, rw_flow *out)
+{
+    if (is_foreign(e))
+        return -ECHILD;
+    if (root >= RW_NUM_ROOTS)
+        return -EINVAL;
+    pthread_mutex_lock(&e->lock);
+    *out = flow_of(e, root, now_ns());
+    pthread_mutex_unlock(&e->lock);
+    return 0;
+}
+
 int rw_test_hold(rw_engine *e, const char *part)
 {
     if (is_foreign(e))

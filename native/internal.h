@@ -33,7 +33,7 @@ typedef struct transfer {
     uint32_t running; /* units taken and not ended */
     int slot, fd, error;
     enum state state;
-    uint8_t kind, target, durable, priority, is_queued;
+    uint8_t kind, target, durable, root, priority, is_queued;
     uint8_t key[32], namespace_id[32];
 } transfer;
 
@@ -57,6 +57,13 @@ struct rw_batch {
 typedef struct queue {
     transfer *head, *tail;
 } queue;
+
+/* One root's reads. */
+typedef struct flow {
+    uint64_t bytes;
+    int64_t busy_ns, since_ns; /* without, and since, the time when the units under way began */
+    uint32_t num_running;
+} flow;
 
 typedef struct worker {
     rw_engine *engine;
@@ -84,6 +91,7 @@ struct rw_engine {
     uint32_t num_slots, num_free, num_lost;
     int owns_ring, is_closed, has_watcher;
     int64_t watch_until_ns;
+    flow flows[RW_NUM_ROOTS];
     _Atomic int is_holding;
     char *hold;
 };
@@ -147,12 +155,14 @@ void batch_cut(rw_batch *b, int reason);
 void batch_unref(rw_batch *b);
 void batch_expire(rw_batch *b, int64_t now);
 rw_times batch_times(const rw_batch *b, int64_t now);
-void unit_begin(rw_batch *b);
+rw_flow flow_of(const rw_engine *e, uint32_t root, int64_t now);
+void unit_begin(rw_engine *e, const unit *u);
 int unit_end(rw_engine *e, const unit *u, int error);
 void unit_requeue(rw_engine *e, const unit *u);
 
 /* move.c */
 uint32_t num_units_of(const transfer *t);
+uint64_t unit_bytes(const unit *u);
 int unit_open(const unit *u);
 void unit_span(const unit *u, uint8_t *page, span *s);
 int span_next(span *s, int fd, ssize_t moved);

@@ -35,6 +35,13 @@ static void unit_range(const unit *u, uint64_t *start, uint64_t *end)
     *end = u->number + 1 < t->num_units ? cut + (u->number + 1) * (uint64_t)RW_PIECE_BYTES : end_byte(t);
 }
 
+uint64_t unit_bytes(const unit *u)
+{
+    uint64_t start, end;
+    unit_range(u, &start, &end);
+    return end - start;
+}
+
 static uint8_t *payload_of(const transfer *t)
 {
     if (t->slot >= 0)

@@ -76,7 +76,7 @@ int queue_take(rw_engine *e, int may_block, unit *u)
         queue_remove(e, t);
     t->running++;
     e->num_running++;
-    unit_begin(t->batch);
+    unit_begin(e, u);
     queue_wake(e);
     return 1;
 }

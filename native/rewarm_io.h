@@ -11,10 +11,11 @@
 #include <stdint.h>
 
 #define RW_API __attribute__((visibility("default")))
-#define RW_ABI 2
+#define RW_ABI 3
 #define RW_PAGE_BYTES 4096u
 #define RW_PIECE_BYTES 1048576u
 #define RW_MAX_PIECES 768u
+#define RW_NUM_ROOTS 256u
 
 enum { RW_READ = 1, RW_WRITE, RW_READ_RECORD, RW_WRITE_RECORD, RW_PROBE, RW_UNLINK };
 enum { RW_TO_MEMORY = 0, RW_TO_BLOCKS, RW_TO_SLOT };
@@ -27,7 +28,8 @@ typedef struct rw_transfer {
     uint8_t kind;
     uint8_t target;      /* RW_READ_RECORD: where the payload goes */
     uint8_t durable;     /* RW_WRITE_RECORD: fsync the file before and the directory after the rename */
-    uint8_t reserved[5];
+    uint8_t root;        /* RW_READ_RECORD: the caller's number for where the file lies, for rw_engine_flow */
+    uint8_t reserved[4];
     uint64_t address;    /* caller's memory; unused by RW_TO_BLOCKS and RW_TO_SLOT */
     uint64_t length;     /* bytes to move; a record's payload bytes */
     uint64_t offset;     /* in the file; RW_WRITE_RECORD: created, nanoseconds of Unix time */
@@ -69,6 +71,11 @@ typedef struct rw_times {
     int64_t total_ns;  /* since the submit, until the batch was done or now */
 } rw_times;
 
+typedef struct rw_flow {
+    uint64_t bytes;  /* of record files, read and checked */
+    int64_t busy_ns; /* while a read at least was under way */
+} rw_flow;
+
 typedef struct rw_header {
     uint64_t payload_bytes;
     uint64_t created_ns;
@@ -90,6 +97,9 @@ RW_API int rw_engine_open(const rw_config *config, rw_engine **engine);
  * hung I/O may still touch is kept. Returns the number of transfers in place that are not final. */
 RW_API int rw_engine_close(rw_engine *engine, int64_t wait_ns);
 RW_API int rw_engine_usage(rw_engine *engine, rw_usage *usage);
+/* What RW_READ_RECORD transfers of one root have brought since the engine was opened; those that wait for a worker or
+ * a ring slot are not under way. -EINVAL: no such number. */
+RW_API int rw_engine_flow(rw_engine *engine, uint32_t root, rw_flow *flow);
 
 /* Queues n transfers; copies all that it is given but the bytes to move. deadline_ns < 0: none, else from now.
  * -EINVAL: *bad is the index of the malformed transfer, n where the paths do not add up. -ESHUTDOWN: closed. */

@@ -96,6 +96,7 @@ static void fill_transfer(transfer *t, const rw_transfer *from, uint8_t **arena)
     t->kind = from->kind;
     t->target = from->target;
     t->durable = from->durable;
+    t->root = from->root;
     memcpy(t->key, from->key, 32);
     memcpy(t->namespace_id, from->namespace_id, 32);
     if (t->kind == RW_READ_RECORD) {

@@ -178,11 +178,11 @@ METRICS: tuple[Metric, ...] = (
         ("root", "way"),
         values=WAYS,
     ),
-    Metric("rewarm_root_read_bytes_total", COUNTER, "Payload bytes read from a root, checked and good.", ("root",)),
+    Metric("rewarm_root_read_bytes_total", COUNTER, "Bytes of records read from a root, checked and good.", ("root",)),
     Metric(
         "rewarm_root_read_seconds_total",
         COUNTER,
-        "Seconds in which a rank had something to read from a root; of several ranks they add up.",
+        "Seconds in which a rank was reading from a root; of several ranks they add up.",
         ("root",),
     ),
     Metric(

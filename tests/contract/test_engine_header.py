@@ -27,6 +27,7 @@ STRUCTS = {
     "rw_config": _native.Config,
     "rw_usage": _native.Usage,
     "rw_times": _native.Times,
+    "rw_flow": _native.Flow,
     "rw_result": _native.Result,
     "rw_header": _native.Header,
 }
@@ -93,7 +94,7 @@ def test_structures(name: str) -> None:
 
 def test_the_packed_transfer_has_the_layout_of_the_structure() -> None:
     assert _native.TRANSFER.size == ctypes.sizeof(_native.Transfer)
-    values = (2, 1, 1, *range(3, 9), *range(9, 13), b"k" * 32, b"n" * 32)
+    values = (2, 1, 1, 14, *range(3, 9), *range(9, 13), b"k" * 32, b"n" * 32)
     made = _native.Transfer.from_buffer_copy(_native.TRANSFER.pack(*values))
     names = [name for name, _ in _native.Transfer._fields_ if name != "reserved"]
     found = [getattr(made, name) for name in names]

@@ -21,17 +21,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ABI = 2
+ABI = 3
 PAGE_BYTES = 4096
 PIECE_BYTES = 1048576
 MAX_PIECES = 768
+NUM_ROOTS = 256
 
 READ, WRITE, READ_RECORD, WRITE_RECORD, PROBE, UNLINK = range(1, 7)
 TO_MEMORY, TO_BLOCKS, TO_SLOT = range(3)
 LOAD, STORE = range(2)
 THREADS, URING = range(1, 3)
 
-TRANSFER = struct.Struct("<BBB5xQQQQQQIIII32s32s")
+TRANSFER = struct.Struct("<BBBB4xQQQQQQIIII32s32s")
 """rw_transfer, packed by hand: filling a ctypes structure costs ten times as much."""
 RESULT = struct.Struct("=Ii")
 """rw_result, for the same reason."""
@@ -44,7 +45,8 @@ class Transfer(Structure):
         ("kind", c_uint8),
         ("target", c_uint8),
         ("durable", c_uint8),
-        ("reserved", c_uint8 * 5),
+        ("root", c_uint8),
+        ("reserved", c_uint8 * 4),
         ("address", c_uint64),
         ("length", c_uint64),
         ("offset", c_uint64),
@@ -91,6 +93,12 @@ class Times(Structure):
     _fields_ = (("waited_ns", c_int64), ("total_ns", c_int64))
 
 
+class Flow(Structure):
+    """rw_flow."""
+
+    _fields_ = (("bytes", c_uint64), ("busy_ns", c_int64))
+
+
 class Result(Structure):
     """rw_result."""
 
@@ -116,6 +124,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rw_engine_open": (c_int, (POINTER(Config), POINTER(c_void_p))),
     "rw_engine_close": (c_int, (c_void_p, c_int64)),
     "rw_engine_usage": (c_int, (c_void_p, POINTER(Usage))),
+    "rw_engine_flow": (c_int, (c_void_p, c_uint32, POINTER(Flow))),
     "rw_submit": (
         c_int,
         (c_void_p, c_char_p, c_uint32, c_char_p, c_uint64, c_uint32, c_int64, POINTER(c_void_p), POINTER(c_uint32)),
@@ -144,6 +153,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 KEEP_THE_GIL = frozenset(
     (
+        "rw_engine_flow",
         "rw_submit",
         "rw_done",
         "rw_take",

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
+NUM_ROOTS = 256
+"""Numbers that ReadRecord.root may have: 0 to 255."""
+
 
 class Priority(IntEnum):
     """Loads go before stores; stores wait while loads are queued."""
@@ -96,6 +99,8 @@ class ReadRecord:
     namespace_id: bytes
     payload_bytes: int
     target: RecordTarget
+    root: int = 0
+    """The caller's number for where the file lies, below NUM_ROOTS; Engine.flow() counts by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,22 @@ class Times:
     """Of the total: none of its I/O was under way. It waited for workers, for ring slots, for those before it."""
     total_s: float = 0.0
     """Since the submit, until the last transfer became final, or until now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What reads of records brought, and how long that took."""
+
+    num_bytes: float = 0
+    """Of record files, read and checked."""
+    busy_s: float = 0.0
+    """While one of them at least was under way. One that waits for a worker or a ring slot is not."""
+
+    def __add__(self, other: Flow) -> Flow:
+        return Flow(self.num_bytes + other.num_bytes, self.busy_s + other.busy_s)
+
+    def __sub__(self, other: Flow) -> Flow:
+        return Flow(self.num_bytes - other.num_bytes, self.busy_s - other.busy_s)
 
 
 class Completion(Protocol):
@@ -207,6 +228,9 @@ class Engine(Protocol):
 
         The GIL is not held.
         """
+
+    def flow(self, root: int) -> Flow:
+        """What ReadRecord transfers of one root have brought since the engine was opened, piece by piece."""
 
     def close(self) -> None:
         """Cancel what is queued, wait for what is not abandoned, free the ring. Idempotent."""

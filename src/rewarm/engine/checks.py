@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from rewarm.engine.base import (
+    NUM_ROOTS,
     BlockPlanes,
     EngineConfig,
     Read,
@@ -56,6 +57,7 @@ def _check_address(address: int) -> None:
 
 
 def _check_target(transfer: ReadRecord, slot_bytes: int) -> None:
+    check_root(transfer.root)
     target = transfer.target
     if isinstance(target, ToMemory):
         _check_address(target.address)
@@ -83,6 +85,16 @@ def check_arrays(planes: BlockPlanes, block_ids: array[int]) -> None:
     """
     if planes.plane_addresses.typecode != "Q" or block_ids.typecode != "q":
         raise UsageError("plane_addresses is an array('Q'), block_ids an array('q')")
+
+
+def check_root(root: int) -> None:
+    """Refuse what is no number of a root.
+
+    Raises:
+        UsageError: It is not below NUM_ROOTS.
+    """
+    if not 0 <= root < NUM_ROOTS:
+        raise UsageError(f"{root} is no number of a root", hint=f"0 to {NUM_ROOTS - 1}")
 
 
 def check_ring(config: EngineConfig) -> None:

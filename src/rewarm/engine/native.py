@@ -16,6 +16,7 @@ from rewarm.engine import _native as rw
 from rewarm.engine.base import (
     BlockPlanes,
     EngineConfig,
+    Flow,
     Priority,
     Probe,
     Read,
@@ -27,7 +28,7 @@ from rewarm.engine.base import (
     Write,
     WriteRecord,
 )
-from rewarm.engine.checks import check_arrays, check_ring, check_transfer
+from rewarm.engine.checks import check_arrays, check_ring, check_root, check_transfer
 from rewarm.engine.record import KEY_BYTES, NAMESPACE_BYTES
 from rewarm.errors import BusyError, StorageError, UnsupportedError, UsageError, VolumeClosed
 
@@ -132,6 +133,13 @@ class NativeEngine:
         _checked(self._calls.rw_engine_usage(self._handle, usage))
         return {name: int(getattr(usage, name)) for name, _ in usage._fields_}
 
+    def flow(self, root: int) -> Flow:
+        """See engine.base.Engine."""
+        check_root(root)
+        flow = rw.Flow()
+        _checked(self._calls.rw_engine_flow(self._handle, root, flow))
+        return Flow(int(flow.bytes), flow.busy_ns / 1e9)
+
     def close(self) -> None:
         """See engine.base.Engine. In a forked child it does nothing."""
         self._calls.rw_engine_close(self._handle, _nanoseconds(_CLOSE_WAIT_S))
@@ -168,13 +176,13 @@ def _packed(transfer: Transfer, paths: list[str]) -> bytes:
         t = transfer
         _check_names(t)
         numbers = (t.address, t.payload_bytes, t.created_ns)
-        return _pack(rw.WRITE_RECORD, 0, t.durable, *numbers, 0, 0, 0, 0, 0, 0, 0, t.key, t.namespace_id)
+        return _pack(rw.WRITE_RECORD, 0, t.durable, 0, *numbers, 0, 0, 0, 0, 0, 0, 0, t.key, t.namespace_id)
     if isinstance(transfer, (Read, Write)):
         kind = rw.READ if isinstance(transfer, Read) else rw.WRITE
         numbers = (transfer.address, transfer.length_bytes, transfer.offset_bytes)
-        return _pack(kind, 0, 0, *numbers, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
+        return _pack(kind, 0, 0, 0, *numbers, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
     kind = rw.PROBE if isinstance(transfer, Probe) else rw.UNLINK
-    return _pack(kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
+    return _pack(kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
 
 
 def _packed_read(t: ReadRecord) -> bytes:
@@ -186,9 +194,11 @@ def _packed_read(t: ReadRecord) -> bytes:
         bases, num_planes = planes.plane_addresses.buffer_info()
         blocks, num_blocks = target.block_ids.buffer_info()
         numbers = (bases, blocks, planes.page_bytes, num_planes, num_blocks, target.skip_blocks)
-        return _pack(rw.READ_RECORD, rw.TO_BLOCKS, 0, 0, t.payload_bytes, 0, *numbers, 0, t.key, t.namespace_id)
+        return _pack(rw.READ_RECORD, rw.TO_BLOCKS, 0, t.root, 0, t.payload_bytes, 0, *numbers, 0, t.key, t.namespace_id)
     where, address = (rw.TO_MEMORY, target.address) if isinstance(target, ToMemory) else (rw.TO_SLOT, 0)
-    return _pack(rw.READ_RECORD, where, 0, address, t.payload_bytes, 0, 0, 0, 0, 0, 0, 0, 0, t.key, t.namespace_id)
+    address_and_length = (address, t.payload_bytes)
+    unused = (0,) * 8
+    return _pack(rw.READ_RECORD, where, 0, t.root, *address_and_length, *unused, t.key, t.namespace_id)
 
 
 def _check_names(transfer: ReadRecord | WriteRecord) -> None:

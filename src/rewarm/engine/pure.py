@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from rewarm.engine import memory, pure_io
 from rewarm.engine.base import (
     BlockPlanes,
     EngineConfig,
+    Flow,
     Priority,
     Probe,
     Read,
@@ -30,7 +31,7 @@ from rewarm.engine.base import (
     Write,
     WriteRecord,
 )
-from rewarm.engine.checks import check_arrays, check_ring, check_transfer
+from rewarm.engine.checks import check_arrays, check_ring, check_root, check_transfer
 from rewarm.engine.memory import PAGE_BYTES, AlignedBuffer, alloc_aligned, view_at
 from rewarm.errors import BusyError, UsageError, VolumeClosed
 from rewarm.units import round_up
@@ -96,6 +97,30 @@ class _Batch:
         return Times(self.waited_s + idle_s, now - self.submitted_at)
 
 
+@dataclass(slots=True)
+class _Reads:
+    """Those of one root; guarded by the engine's lock."""
+
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    num_running: int = 0
+    busy_since: float = 0.0
+
+    def begin(self) -> None:
+        if not self.num_running:
+            self.busy_since = time.monotonic()
+        self.num_running += 1
+
+    def end(self) -> None:
+        self.num_running -= 1
+        if not self.num_running:
+            self.busy_s += time.monotonic() - self.busy_since
+
+    def flow(self) -> Flow:
+        """So far."""
+        return Flow(self.num_bytes, self.busy_s + (time.monotonic() - self.busy_since if self.num_running else 0.0))
+
+
 _Queue: TypeAlias = "deque[tuple[int, _Batch, int]]"
 
 
@@ -116,6 +141,7 @@ class PureEngine:
         # [priority][needs a ring slot]
         self._queues: list[list[_Queue]] = [[deque(), deque()] for _ in Priority]
         self._sequence = 0
+        self._reads: defaultdict[int, _Reads] = defaultdict(_Reads)
         self._closed = False
         self._held = ""
         self._hold_changed = threading.Condition(self._lock)
@@ -192,6 +218,13 @@ class PureEngine:
             free_slots = len(self._free_slots)
             return {"num_slots": self._busy_slots + free_slots, "free_slots": free_slots, "queued": queued}
 
+    def flow(self, root: int) -> Flow:
+        """See engine.base.Engine."""
+        self._check_process()
+        check_root(root)
+        with self._lock:
+            return self._reads[root].flow()
+
     def hold(self, part: str | None) -> None:
         """For tests: hold the I/O of files whose path contains ``part``, once it counts as submitted; None ends it."""
         with self._lock:
@@ -261,6 +294,8 @@ class PureEngine:
                         self._busy_slots += 1
                     batch.states[index] = _RUNNING
                     batch.begin_one()
+                    if isinstance(transfer := batch.transfers[index], ReadRecord):
+                        self._reads[transfer.root].begin()
                     return batch, index, slot
             if self._closed:
                 return None
@@ -290,6 +325,8 @@ class PureEngine:
                 result = errno.EIO
             with self._lock:
                 batch.end_one()
+                if isinstance(transfer := batch.transfers[index], ReadRecord):
+                    self._reads[transfer.root].end()
                 if batch.states[index] != _FINAL:
                     if batch.states[index] == _RUNNING and isinstance(
                         batch.transfers[index], (Read, Write, ReadRecord)
@@ -313,12 +350,17 @@ class PureEngine:
             return batch.cut
 
         if isinstance(transfer, ReadRecord):
+
+            def moved(num_bytes: int) -> None:
+                with self._lock:
+                    self._reads[transfer.root].num_bytes += num_bytes
+
             padded = round_up(transfer.payload_bytes, PAGE_BYTES)
             if isinstance(transfer.target, ToMemory):
-                return pure_io.read_record(transfer, scratch, view_at(transfer.target.address, padded), stop)
+                return pure_io.read_record(transfer, scratch, view_at(transfer.target.address, padded), stop, moved)
             address = self.slot_start(slot)
             page, payload = view_at(address, PAGE_BYTES), view_at(address + PAGE_BYTES, padded)
-            result = pure_io.read_record(transfer, page, payload, stop)
+            result = pure_io.read_record(transfer, page, payload, stop, moved)
             if result == 0 and isinstance(transfer.target, ToBlocks):
                 return self._deliver(batch, index, address + PAGE_BYTES, transfer.target)
             return result

@@ -120,12 +120,15 @@ def move_bytes(transfer: Read | Write, stop: Stop) -> int:
     return 0
 
 
-def read_record(transfer: ReadRecord, header_page: memoryview, payload: memoryview, stop: Stop) -> int:
+def read_record(
+    transfer: ReadRecord, header_page: memoryview, payload: memoryview, stop: Stop, moved: Callable[[int], None]
+) -> int:
     """Read a record and check header page, name and every piece.
 
     Args:
         header_page: 4096 aligned bytes.
         payload: Room for the padded payload, aligned.
+        moved: Told the bytes of each piece that was read and checked.
     Returns:
         0, ENOENT, EBADMSG for anything but this record whole, or the errno of the I/O.
     """
@@ -144,6 +147,7 @@ def read_record(transfer: ReadRecord, header_page: memoryview, payload: memoryvi
                     file.move(os.preadv, [view], offset)
                 if crc32c(view) != header.piece_crcs[piece]:
                     return errno.EBADMSG
+                moved(length if piece else PAGE_BYTES + length)
     except (DamageError, FormatVersionError):
         return errno.EBADMSG
     except OSError as error:

@@ -201,9 +201,9 @@ class LoadPolicy:
                 if ask.position >= ask.hit.num_request_tokens:
                     self._end(request_id, now)
 
-    def moved(self, root: int, num_bytes: float, busy_s: float, *, ran_dry: bool) -> None:
+    def moved(self, root: int, num_bytes: float, busy_s: float) -> None:
         """What a root delivered within ``busy_s`` seconds, as RootRate.observe() takes it."""
-        self.costs.storage.roots[root].observe(num_bytes, busy_s, ran_dry=ran_dry)
+        self.costs.storage.roots[root].observe(num_bytes, busy_s)
         self._unseen[True] = _Unseen(self._clock())
         if self._view is not None:
             pace = self.costs.storage.seconds_a_byte() or 0.0

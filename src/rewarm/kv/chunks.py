@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from rewarm.engine.base import Flow
 from rewarm.errors import UsageError
 from rewarm.metrics import LOAD_PARTS
 from rewarm.units import MIB, format_size
@@ -100,20 +101,6 @@ class StepOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """What a root delivered while it was busy; those of several ranks add up."""
-
-    num_bytes: int = 0
-    busy_s: float = 0.0
-    """Added up over ranks."""
-    ran_dry: bool = False
-    """Somewhere in that time the last byte was delivered, and nobody knows when."""
-
-    def __add__(self, other: Delivery) -> Delivery:
-        return Delivery(self.num_bytes + other.num_bytes, self.busy_s + other.busy_s, self.ran_dry or other.ran_dry)
-
-
-@dataclass(frozen=True, slots=True)
 class LoadTimes:
     """Where the time of a load that has ended went."""
 
@@ -157,8 +144,8 @@ class StepReport:
     """Request -> parts of chunks that its load has put in place since the last report."""
     short: dict[str, int] = field(default_factory=dict)
     """Request whose load has ended early -> the first of its chunks that is not in place."""
-    delivered: dict[str, Delivery] = field(default_factory=dict)
-    """root_id -> what it delivered since the last report."""
+    delivered: dict[str, Flow] = field(default_factory=dict)
+    """root_id -> what it delivered since the last report, added up over ranks."""
     times: dict[str, LoadTimes] = field(default_factory=dict)
     """Request whose load has ended -> where its time went."""
 
@@ -179,7 +166,7 @@ class StepReport:
             self.placed[request_id] = self.placed.get(request_id, 0) + count
         for request_id, index in other.short.items():
             self.short[request_id] = min(self.short.get(request_id, index), index)
-        for root, delivery in other.delivered.items():
-            self.delivered[root] = self.delivered.get(root, Delivery()) + delivery
+        for root, flow in other.delivered.items():
+            self.delivered[root] = self.delivered.get(root, Flow()) + flow
         for request_id, times in other.times.items():
             self.times[request_id] = self.times.get(request_id, LoadTimes()) + times

@@ -165,12 +165,12 @@ class Pilot:
         return cuts
 
     def _end_step(self, report: StepReport, ended: Mapping[str, int]) -> None:
-        for root_id, delivery in report.delivered.items():
+        for root_id, flow in report.delivered.items():
             if root_id not in self._roots:
                 continue  # it was removed meanwhile
             root = self._roots.index(root_id)
-            num_bytes = delivery.num_bytes * self._num_holders / report.num_ranks
-            self._policy.moved(root, num_bytes, delivery.busy_s / report.num_ranks, ran_dry=delivery.ran_dry)
+            num_bytes = flow.num_bytes * self._num_holders / report.num_ranks
+            self._policy.moved(root, num_bytes, flow.busy_s / report.num_ranks)
             rate = self.costs.storage.roots[root].bytes_a_s
             self._counters.set("rewarm_root_read_bytes_per_second", rate, self._root_name(root_id))
         for request_id, num_parts in report.placed.items():

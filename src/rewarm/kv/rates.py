@@ -31,8 +31,6 @@ UNEVEN = 0.7
 """How far above its share the root that gets most of a few chunks lies, in standard deviations."""
 TYPICAL_PAIR = 1 / 24576
 """What a pair costs in tokens where nothing is known: attention takes as long as all else for the token at 24,576."""
-SHORT_WINDOW = 0.25
-"""Weight of a window in which a root ran dry, which tells only how fast it is at least."""
 
 
 class RootRate:
@@ -54,20 +52,10 @@ class RootRate:
         """The estimate; 0 before anything was observed."""
         return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
 
-    def observe(self, num_bytes: float, busy_s: float, *, ran_dry: bool = False) -> None:
-        """Take in a window.
-
-        Args:
-            num_bytes: What was delivered in it.
-            busy_s: Its length.
-            ran_dry: Somewhere in it the last byte was delivered, nobody knows when: the rate is at least this.
-        """
+    def observe(self, num_bytes: float, busy_s: float) -> None:
+        """Take in a window: what was delivered in it, and for how long of it reads were under way."""
         if busy_s <= 0:
             return
-        if ran_dry:
-            if num_bytes / busy_s <= self.bytes_a_s:
-                return
-            busy_s, num_bytes = busy_s * SHORT_WINDOW, num_bytes * SHORT_WINDOW
         self._open_bytes += num_bytes
         self._open_s += busy_s
         if self._open_s >= MIN_WINDOW_S or (self._open_bytes and not self._bytes):

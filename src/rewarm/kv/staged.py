@@ -226,7 +226,7 @@ class StagedWorker(RankWorker):
                 cut.handle.cancel()
         has_moved = False
         for active in self._active:
-            for index in self._take_results(active.load, is_exact=True):
+            for index in self._take_results(active.load):
                 self._copy(active, index)
                 has_moved = True
             self._note_end(active)

@@ -12,17 +12,16 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rewarm.engine.base import BlockPlanes, Times, ToBlocks
+from rewarm.engine.base import NUM_ROOTS, BlockPlanes, Flow, Times, ToBlocks
 from rewarm.engine.memory import AlignedBuffer, alloc_aligned
 from rewarm.errors import RewarmError
-from rewarm.kv.chunks import Delivery, LoadOrder, LoadTimes, StepOrders, StepReport, StoreOrder
+from rewarm.kv.chunks import LoadOrder, LoadTimes, StepOrders, StepReport, StoreOrder
 from rewarm.kv.identity import canonical_json, with_layout
 from rewarm.kv.keys import shard_key
-from rewarm.kv.meter import RootMeter
 from rewarm.metrics import LOAD_PARTS
 from rewarm.units import MIB, round_up
 from rewarm.volume import Outcome
@@ -96,7 +95,8 @@ class RankWorker(ABC):
         self._invalid_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
         """Of those that the last poll() named, the ones whose load is not whole."""
-        self._meter = RootMeter()
+        self._flows: dict[str, Flow] = {}
+        """root_id -> what was told of it."""
         self._buffer: StoreBuffer
         self._layout = canonical_json(setup.planes.layout)
         self._report = StepReport(layouts={setup.rank: (self._layout, setup.payload_bytes)})
@@ -106,8 +106,7 @@ class RankWorker(ABC):
         self._bind(orders)
         self._report.step = orders.step
         for order in orders.loads:
-            load = self._loads[order.request_id] = self._load(order)
-            self._note_asked(load)
+            self._loads[order.request_id] = self._load(order)
         self._cut_all(orders.cuts)
         self._save_all(orders.late_stores)
 
@@ -151,22 +150,27 @@ class RankWorker(ABC):
         for request_id, load in self._loads.items():
             self._note_placed(request_id, load)
         report, self._report = self._report, StepReport(step=self._report.step)
-        roots = self._setup.volume.roots
-        delivered = self._meter.take(time.monotonic())
-        report.delivered = {roots[number].file.root_id: delivery for number, delivery in delivered.items()}
+        report.delivered = self._take_flows()
         report.store_room = self._buffer.num_free
-        self._count_moved(delivered)
-        return report
-
-    def _count_moved(self, delivered: Mapping[int, Delivery]) -> None:
         counters = self._setup.counters
-        for number, delivery in delivered.items():
-            name = self._setup.volume.roots[number].name
-            counters.add("rewarm_root_read_bytes_total", delivery.num_bytes, name)
-            counters.add("rewarm_root_read_seconds_total", delivery.busy_s, name)
         num_open = sum(load.left for load in self._loads.values())
         counters.set("rewarm_kv_load_queue_bytes", num_open * self._setup.payload_bytes)
         counters.set("rewarm_kv_store_queue_bytes", self._buffer.num_used * self._setup.payload_bytes)
+        return report
+
+    def _take_flows(self) -> dict[str, Flow]:
+        """root_id -> what it delivered since the last call; roots that had nothing to do are left out."""
+        counters = self._setup.counters
+        taken = {}
+        for number, root in enumerate(self._setup.volume.roots):
+            root_id, total = root.file.root_id, self._setup.engine.flow(number % NUM_ROOTS)
+            flow = total - self._flows.get(root_id, Flow())
+            if flow.busy_s > 0:
+                self._flows[root_id] = total
+                taken[root_id] = flow
+                counters.add("rewarm_root_read_bytes_total", flow.num_bytes, root.name)
+                counters.add("rewarm_root_read_seconds_total", flow.busy_s, root.name)
+        return taken
 
     @abstractmethod
     def close(self) -> None:
@@ -212,11 +216,6 @@ class RankWorker(ABC):
             if load is not None:
                 load.is_cut = True
                 self._cut(load)
-
-    def _note_asked(self, load: Load) -> None:
-        if load.handle is not None:
-            for index in range(len(load.order.chunks)):
-                self._meter.asked(load.handle.root_of(index), load.started)
 
     def _note_placed(self, request_id: str, load: Load) -> None:
         num_placed = len(load.order.chunks) - load.left - len(load.failed)
@@ -265,32 +264,17 @@ class RankWorker(ABC):
                 root_bytes[root_id] = root_bytes.get(root_id, 0) + self._setup.payload_bytes
         self._report.times[load.order.request_id] = LoadTimes(parts, root_bytes)
 
-    def _take_results(self, load: Load, *, is_exact: bool) -> list[int]:
-        """Indices of chunks that are delivered since the last call; failed ones are noted in ``load``.
-
-        Args:
-            load: What to look at.
-            is_exact: Whether what ended has ended just now.
-        """
+    def _take_results(self, load: Load) -> list[int]:
+        """Indices of chunks that are delivered since the last call; failed ones are noted in ``load``."""
         delivered = []
         if load.handle is not None:
-            taken = load.handle.take()
-            self._note_moved(load.handle)
-            for index, outcome in taken:
+            for index, outcome in load.handle.take():
                 if outcome is Outcome.HIT:
                     delivered.append(index)
                 else:
                     load.failed[index] = outcome
                     load.left -= 1
-                num_bytes = self._setup.payload_bytes if outcome is Outcome.HIT else 0
-                self._meter.ended(load.handle.root_of(index), num_bytes, time.monotonic(), is_exact=is_exact)
         return delivered
-
-    def _note_moved(self, handle: LoadHandle) -> None:
-        """Records that are looked for on another root now are that one's."""
-        for root, other in handle.take_moved():
-            self._meter.ended(root, 0, time.monotonic(), is_exact=False)
-            self._meter.asked(other, time.monotonic())
 
     def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool], num_written: int) -> None:
         counters = self._setup.counters
@@ -412,7 +396,7 @@ class HostWorker(RankWorker):
         if wait_s > 0 and oldest is not None and oldest.handle is not None:
             oldest.handle.wait(wait_s)
         for load in self._loads.values():
-            num_delivered = len(self._take_results(load, is_exact=wait_s > 0))  # first: it counts failed ones off
+            num_delivered = len(self._take_results(load))  # first: it counts failed ones off
             load.left -= num_delivered
         self._reap(self._buffer, 0.0 if oldest is not None else wait_s)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from rewarm.engine.base import BlockPlanes, Completion, Engine, Priority, Probe, Times, Transfer
+from rewarm.engine.base import BlockPlanes, Completion, Engine, Flow, Priority, Probe, ReadRecord, Times, Transfer
 from rewarm.errors import BusyError, UsageError
 
 Fault: TypeAlias = Callable[[int, Transfer], int]
@@ -34,6 +34,10 @@ class _Around:
     def gather(self, planes: BlockPlanes, block_ids: array[int], address: int) -> None:
         """See engine.base.Engine."""
         self.inner.gather(planes, block_ids, address)
+
+    def flow(self, root: int) -> Flow:
+        """See engine.base.Engine."""
+        return self.inner.flow(root)
 
     def close(self) -> None:
         """See engine.base.Engine."""
@@ -145,6 +149,21 @@ class Slow(_Around):
     def __init__(self, engine: Engine, *, delay_s: float) -> None:
         super().__init__(engine)
         self.delay_s = delay_s
+        self._spans: dict[int, tuple[float, float, float]] = {}
+        """Root -> seconds that delays took, begin and end of the last one."""
+
+    def flow(self, root: int) -> Flow:
+        """See engine.base.Engine. A delay counts as time in which its records are being read."""
+        before_s, begin, end = self._spans.get(root, (0.0, 0.0, 0.0))
+        inner = self.inner.flow(root)
+        return Flow(inner.num_bytes, max(inner.busy_s, before_s + min(end, time.monotonic()) - begin))
+
+    def _note_delay(self, root: int, begin: float, end: float) -> None:
+        before_s, last_begin, last_end = self._spans.get(root, (0.0, begin, begin))
+        if begin <= last_end:
+            self._spans[root] = (before_s, last_begin, max(end, last_end))
+        else:
+            self._spans[root] = (before_s + last_end - last_begin, begin, end)
 
     def submit(
         self, transfers: Sequence[Transfer], *, priority: Priority = Priority.LOAD, deadline_s: float | None = None
@@ -153,6 +172,9 @@ class Slow(_Around):
         is_late = deadline_s is not None and deadline_s < self.delay_s
         inner = super().submit(transfers, priority=priority, deadline_s=deadline_s)
         delay_s = deadline_s if is_late and deadline_s is not None else self.delay_s
+        now = time.monotonic()
+        for root in {transfer.root for transfer in transfers if isinstance(transfer, ReadRecord)}:
+            self._note_delay(root, now, now + delay_s)
         return _Delayed(inner, len(transfers), time.monotonic() + delay_s, is_late=is_late)
 
 

@@ -46,7 +46,7 @@ class RecordChecker:
         target = ToMemory(self._buffer.address + PAGE_BYTES)
         transfer = ReadRecord(path, key, namespace.id, namespace.payload_bytes, target)
         view = self._buffer.view
-        return pure_io.read_record(transfer, view[:PAGE_BYTES], view[PAGE_BYTES:], lambda: 0)
+        return pure_io.read_record(transfer, view[:PAGE_BYTES], view[PAGE_BYTES:], lambda: 0, lambda _: None)
 
     @property
     def record(self) -> memoryview:

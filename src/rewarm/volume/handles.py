@@ -132,7 +132,6 @@ class LoadHandle(_Handle):
         super().__init__(count, parts)
         self._again = again
         self._may_grow = again is not None
-        self._moved: list[tuple[int, int]] = []
         for index in refused:
             self._results[index] = errno.EIO
         self._taken += refused
@@ -153,18 +152,12 @@ class LoadHandle(_Handle):
         elsewhere: set[int] = set()
         for part in self._again(missed):
             for index in part.indices:
-                self._moved.append((self._roots[index], part.root))
                 self._roots[index] = part.root
                 elsewhere.add(index)
             self._parts.append(part)
             if self._epoll is not None:
                 self._epoll.register(part.completion.fileno(), select.EPOLLIN)
         return elsewhere
-
-    def take_moved(self) -> list[tuple[int, int]]:
-        """(root that had no such record, root that is asked now), one for each record, since the last call."""
-        moved, self._moved = self._moved, []
-        return moved
 
     def root_of(self, index: int) -> int:
         """Number of the root that a record is read from; -1: none was asked."""

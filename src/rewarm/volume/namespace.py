@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rewarm.engine.base import Probe, ReadRecord, RecordTarget, Transfer
+from rewarm.engine.base import NUM_ROOTS, Probe, ReadRecord, RecordTarget, Transfer
 from rewarm.engine.record import KEY_BYTES
 from rewarm.engine.scan import scan_keys
 from rewarm.errors import UsageError
@@ -201,7 +201,7 @@ class Namespace:
         record_path = self._volume.roots[number].paths.records(self.id)
         namespace_id, payload_bytes = self.id, self.payload_bytes
         return [
-            ReadRecord(record_path(key), key, namespace_id, payload_bytes, target)
+            ReadRecord(record_path(key), key, namespace_id, payload_bytes, target, number % NUM_ROOTS)
             for key, target in map(targets.__getitem__, positions)
         ]
 

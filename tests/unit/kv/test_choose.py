@@ -62,7 +62,7 @@ class Rig:
         )
 
     def deliver(self, name: str, num_chunks: float, seconds: float) -> None:
-        self.policy.moved(0, num_chunks * CHUNK_BYTES, seconds, ran_dry=False)
+        self.policy.moved(0, num_chunks * CHUNK_BYTES, seconds)
         self.policy.loaded(name, num_chunks)
 
     def reasons(self) -> list[Reason]:
@@ -189,7 +189,7 @@ def test_what_was_cut_with_nothing_in_place_is_computed() -> None:
     assert rig.ask(hit)
     for _ in range(20):
         rig.run_step(0.05)
-        rig.policy.moved(0, 0, 0.05, ran_dry=False)
+        rig.policy.moved(0, 0, 0.05)
     assert rig.policy.to_cut() == ["a"]
     rig.policy.load_ended("a", 0)
     assert rig.ask(hit) == 0

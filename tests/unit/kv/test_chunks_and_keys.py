@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rewarm.engine.base import Flow
 from rewarm.errors import UsageError
-from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, Delivery, StepReport, choose_chunk_tokens
+from rewarm.kv.chunks import DEVICE_TARGET_BYTES, HOST_TARGET_BYTES, StepReport, choose_chunk_tokens
 from rewarm.kv.keys import chunk_id, group_chunk, shard_key
 from rewarm.units import MIB
 from rewarm.volume import Outcome
@@ -49,14 +50,14 @@ def test_reports_of_ranks_add_up_and_the_worst_outcome_counts() -> None:
 
 
 def test_progress_of_ranks_adds_up_and_the_shortest_prefix_counts() -> None:
-    first = StepReport(step=3, placed={"a": 2}, short={"a": 5}, delivered={"0": Delivery(10, 0.5)})
+    first = StepReport(step=3, placed={"a": 2}, short={"a": 5}, delivered={"0": Flow(10, 0.5)})
     second = StepReport(step=3, placed={"a": 1, "b": 1}, short={"a": 4, "b": 0})
-    second.delivered = {"0": Delivery(20, 0.25, ran_dry=True), "1": Delivery(1, 1.0)}
+    second.delivered = {"0": Flow(20, 0.25), "1": Flow(1, 1.0)}
     first.add(second)
     assert (first.step, first.num_ranks) == (3, 2)
     assert first.placed == {"a": 3, "b": 1}
     assert first.short == {"a": 4, "b": 0}
-    assert first.delivered == {"0": Delivery(30, 0.75, ran_dry=True), "1": Delivery(1, 1.0)}
+    assert first.delivered == {"0": Flow(30, 0.75), "1": Flow(1, 1.0)}
 
 
 def test_keys_tell_hashes_salts_and_ranks_apart_and_are_the_same_everywhere() -> None:

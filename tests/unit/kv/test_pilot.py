@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rewarm.kv.chunks import Delivery, StepReport
+from rewarm.engine.base import Flow
+from rewarm.kv.chunks import StepReport
 from rewarm.kv.decision_log import MAX_LOG_BYTES, DecisionLog, log_files, read_log
 from rewarm.kv.pilot import Pilot
 from rewarm.kv.policy import PrefixHit
@@ -55,7 +56,7 @@ def serve(pilot: Pilot, clock: Clock, request: PrefixHit, step: int, seconds: fl
         clock.now += seconds
         num_chunks = num_tokens // CHUNK_TOKENS
         report = StepReport(step=step, placed={request.request_id: num_chunks})
-        report.delivered = {"0": Delivery(num_chunks * CHUNK_BYTES, seconds)}
+        report.delivered = {"0": Flow(num_chunks * CHUNK_BYTES, seconds)}
         pilot.end_step(report, {request.request_id: num_tokens})
     pilot.begin_step(step + 1, [(request.request_id, num_tokens, request.num_request_tokens)])
     clock.now += seconds
@@ -155,7 +156,7 @@ def test_ranks_that_load_the_same_bytes_count_them_once() -> None:
         for step in range(1, 40):
             pilot.begin_step(step, [])
             report = StepReport(step=step, num_ranks=num_ranks)
-            report.delivered = {"0": Delivery(num_ranks * CHUNK_BYTES // num_holders, num_ranks * 0.1)}
+            report.delivered = {"0": Flow(num_ranks * CHUNK_BYTES // num_holders, num_ranks * 0.1)}
             pilot.end_step(report, {})
         assert pilot.costs.storage.seconds_a_byte() == pytest.approx(0.1 / CHUNK_BYTES)
 
@@ -166,7 +167,7 @@ def test_every_call_is_a_matter_of_microseconds() -> None:
     for step in range(1, 20):
         pilot.begin_step(step, [("other", 0, 4096)])
         report = StepReport(step=step)
-        report.delivered = {"0": Delivery(CHUNK_BYTES, 0.03)}
+        report.delivered = {"0": Flow(CHUNK_BYTES, 0.03)}
         pilot.end_step(report, {})
     hits = [hit(str(number)) for number in range(200)]
     for one in hits:

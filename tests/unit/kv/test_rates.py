@@ -8,8 +8,6 @@ import random
 
 import pytest
 
-from rewarm.kv.chunks import Delivery
-from rewarm.kv.meter import RootMeter
 from rewarm.kv.rates import PrefillModel, RootRate, StorageRates, pairs_of, rates_from_json, rates_to_json
 
 GB = 1e9
@@ -79,16 +77,6 @@ def test_short_loads_change_an_estimate_within_dozens() -> None:
         for _ in range(count):
             rate.observe(0.02 * rate_gb * GB, 0.02)
     assert rate.bytes_a_s == pytest.approx(1.8 * GB, rel=0.08)
-
-
-def test_a_window_in_which_a_root_ran_dry_tells_only_how_fast_it_is_at_least() -> None:
-    rate = RootRate()
-    rate.observe(1 * GB, 1.0, ran_dry=True)
-    assert rate.bytes_a_s == pytest.approx(1 * GB)
-    rate.observe(0.1 * GB, 1.0, ran_dry=True)
-    assert rate.bytes_a_s == pytest.approx(1 * GB)
-    rate.observe(3 * GB, 1.0, ran_dry=True)
-    assert 1 * GB < rate.bytes_a_s <= 3 * GB
 
 
 def test_a_load_ends_with_the_slowest_root() -> None:
@@ -186,19 +174,3 @@ def test_a_prior_is_corrected_by_what_is_seen() -> None:
         for tokens in (1024, 8192):
             model.observe(tokens, pairs_of(0, tokens), tokens * 1e-4)
     assert model.seconds(0, 8192) == pytest.approx(0.8192, rel=0.3)
-
-
-def test_a_meter_counts_busy_time_only() -> None:
-    meter = RootMeter()
-    meter.asked(0, 10.0)
-    meter.asked(0, 10.0)
-    meter.asked(-1, 10.0)
-    meter.ended(0, 5, 11.0)
-    assert meter.take(12.0) == {0: Delivery(5, 2.0, ran_dry=False)}
-    meter.ended(0, 5, 12.5)
-    meter.ended(0, 5, 12.6)  # nobody asked for it
-    assert meter.take(20.0) == {0: Delivery(5, 0.5, ran_dry=False)}
-    assert meter.take(30.0) == {}
-    meter.asked(0, 40.0)
-    meter.ended(0, 0, 44.0, is_exact=False)
-    assert meter.take(44.0) == {0: Delivery(0, 4.0, ran_dry=True)}

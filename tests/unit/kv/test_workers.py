@@ -276,6 +276,6 @@ def test_a_load_tells_where_its_time_went_and_a_root_what_it_moved(rank: Rank, r
     assert sum(times.parts) == pytest.approx(counted["rewarm_kv_load_seconds"][-1])
     for part in LOAD_PARTS:
         assert rank.counters.value("rewarm_kv_load_part_seconds", part) == 1
-    assert rank.counters.value("rewarm_root_read_bytes_total", name) == 3 * payload
+    assert rank.counters.value("rewarm_root_read_bytes_total", name) == 3 * record_bytes(payload)
     assert rank.counters.value("rewarm_root_read_seconds_total", name) > 0
     assert rank.counters.value("rewarm_kv_load_queue_bytes") == rank.counters.value("rewarm_kv_store_queue_bytes") == 0

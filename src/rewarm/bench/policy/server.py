@@ -1,13 +1,17 @@
 """A model server in simulated time, with the parts of vLLM's scheduler that matter to a policy.
 
 In each step the prompts that are being computed take tokens first, oldest first; while some are left, waiting requests
-are asked for in order of arrival, each at most once. A load takes no tokens and its end is seen at the end of a step.
-A step without tokens ends when a load does, or after 5 ms.
+are asked for in order of arrival, each at most once. A load takes no tokens. What ranks tell of loads comes with a
+step's output: of a machine with one step in flight as of the step's end, of one with two (vLLM's asynchronous
+scheduling, read in 0.26) as of its launch, when the step before it has just begun to run, so that it is one or two
+steps old. On such a machine a load that is ordered while a step runs is put in place only when that step has ended, and
+is read ahead only as far as the ring holds it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,16 +56,34 @@ class Outcome:
 class _Live:
     prompt: Prompt
     position: int = 0
+    """Tokens that are in place, or given out to a step."""
+    num_decoded: int = 0
     is_running: bool = False
     is_loaded: bool = False
     """Its load has ended and brought something: it is computed without being asked for again."""
     wanted: int = 0
     """Chunks of the load that is under way; 0: none is."""
-    done: set[int] = field(default_factory=set)
+    gate_s: float = 0.0
+    """Nothing of it is in place before."""
+    done: dict[int, float] = field(default_factory=dict)
+    """Chunk -> when it was in place."""
     num_told: int = 0
     """Of those, chunks that the policy knows of."""
-    ended_s: float = 0.0
     is_cut: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """One that was given out."""
+
+    number: int
+    parts: list[Part]
+    decoding: list[str]
+    end_s: float
+    moved: list[tuple[int, float, float]] = field(default_factory=list)
+    """(root, chunks, busy seconds) that its report tells."""
+    told_at_s: float = 0.0
+    """What is in its report is of this time."""
 
 
 class Server:
@@ -81,27 +103,28 @@ class Server:
         self._roots = [Root(machine, width) for _ in machine.root_bytes_a_s]
         self._live: dict[str, _Live] = {}
         self._running: list[_Live] = []
-        self._is_hurried = False
+        self._coming: list[Prompt] = []
+        self._steps: deque[_Step] = deque()
+        self._device_free_s = 0.0
         self._outcome = Outcome()
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
         """Serve all of them."""
-        coming = sorted(prompts, key=lambda prompt: prompt.arrival_s, reverse=True)
-        for step in range(MAX_STEPS):
-            while coming and coming[-1].arrival_s <= self._clock.now_s:
-                self._arrive(coming.pop())
-            if not self._live:
-                if not coming:
+        self._coming = sorted(prompts, key=lambda prompt: prompt.arrival_s, reverse=True)
+        for number in range(MAX_STEPS):
+            while self._coming and self._coming[-1].arrival_s <= self._clock.now_s:
+                self._arrive(self._coming.pop())
+            if self._live:
+                step = self._launch(number)
+                self._steps.append(step)
+                if len(self._steps) < self._machine.steps_in_flight and (step.parts or step.decoding):
+                    continue
+            elif not self._steps:
+                if not self._coming:
                     return self._outcome
-                self._clock.now_s = coming[-1].arrival_s
+                self._clock.now_s = self._coming[-1].arrival_s
                 continue
-            parts = self._schedule()
-            self._is_hurried = self._policy.is_hurried
-            for name in self._policy.to_cut():
-                self._cut(self._live[name])
-            self._policy.step_begun(step, parts)
-            self._pass_time(parts, coming[-1].arrival_s if coming else math.inf)
-            self._report(step, parts)
+            self._finish(self._steps.popleft())
         raise RuntimeError(f"{len(self._live)} requests did not end in {MAX_STEPS} steps")
 
     def _arrive(self, prompt: Prompt) -> None:
@@ -112,11 +135,42 @@ class Server:
         tokens = live.prompt.num_chunks * self._machine.chunk_tokens
         return PrefixHit(live.prompt.name, live.prompt.num_tokens, 0, tokens, live.prompt.num_chunks)
 
-    def _schedule(self) -> list[Part]:
+    # Giving a step out.
+
+    def _launch(self, number: int) -> _Step:
+        parts, decoding = self._schedule()
+        is_hurried = self._policy.is_hurried
+        for name in self._policy.to_cut():
+            self._cut(self._live[name])
+        self._policy.step_begun(number, parts)
+        step = _Step(number, parts, decoding, 0.0)
+        if parts or decoding:
+            compute_s = sum(self._machine.compute_s(self._live[name].prompt, begin, end) for name, begin, end in parts)
+            begin_s = max(self._device_free_s, self._clock.now_s)
+            step.end_s = self._device_free_s = begin_s + self._machine.base_s + compute_s
+        else:
+            step.end_s = self._idle_end_s(is_hurried)
+        if self._machine.steps_in_flight > 1:
+            if parts or decoding:
+                self._advance(self._clock.now_s + self._machine.launch_s)
+            else:
+                self._advance(step.end_s)
+            self._take(step)
+        return step
+
+    def _schedule(self) -> tuple[list[Part], list[str]]:
+        """(tokens of prompts, prompts that decode) of the next step."""
         budget = self._machine.step_tokens
         parts: list[Part] = []
+        decoding: list[str] = []
         for live in self._running:
-            budget -= self._take(live, budget, parts)
+            if live.position == live.prompt.num_tokens:
+                if live.num_decoded < self._machine.decode_tokens:
+                    live.num_decoded += 1
+                    decoding.append(live.prompt.name)
+                    budget -= 1
+                continue
+            budget -= self._take_tokens(live, budget, parts)
         for live in self._live.values():
             if budget <= 0:
                 break
@@ -126,8 +180,8 @@ class Server:
                 continue
             live.is_running = True
             self._running.append(live)
-            budget -= self._take(live, budget, parts)
-        return parts
+            budget -= self._take_tokens(live, budget, parts)
+        return parts, decoding
 
     def _ask(self, live: _Live) -> bool:
         """Whether a request is to be computed now."""
@@ -141,76 +195,95 @@ class Server:
             self._load(live, num_tokens // self._machine.chunk_tokens)
         return not num_tokens
 
-    def _take(self, live: _Live, budget: int, parts: list[Part]) -> int:
+    def _take_tokens(self, live: _Live, budget: int, parts: list[Part]) -> int:
         begin = min(live.position, live.prompt.num_tokens - 1)  # the last token is computed in any case
         num_tokens = min(budget, self._machine.prefill_limit or budget, live.prompt.num_tokens - begin)
         if num_tokens > 0:
             parts.append((live.prompt.name, begin, begin + num_tokens))
+            live.position = begin + num_tokens
         return num_tokens
 
     def _load(self, live: _Live, num_chunks: int) -> None:
         live.wanted = num_chunks
+        if self._machine.steps_in_flight > 1:
+            live.gate_s = self._device_free_s
         for chunk in range(num_chunks):
-            self._roots[self._machine.root_of(live.prompt.name, chunk)].add(live.prompt, chunk)
+            self._roots[self._machine.root_of(live.prompt.name, chunk)].add(live.prompt, chunk, live.gate_s)
 
     def _cut(self, live: _Live) -> None:
         for root in self._roots:
             root.cancel(live.prompt.name)
         live.is_cut = True
 
-    def _pass_time(self, parts: Sequence[Part], next_arrival_s: float) -> None:
+    def _idle_end_s(self, is_hurried: bool) -> float:
+        """The end of a step that computes nothing."""
         now_s = self._clock.now_s
-        if parts:
-            compute_s = sum(self._machine.compute_s(self._live[name].prompt, begin, end) for name, begin, end in parts)
-            end_s = now_s + self._machine.base_s + compute_s
-        elif any(root.queue for root in self._roots):
-            chunk_s = self._machine.chunk_bytes / max(self._machine.root_bytes_a_s)
-            idle_s = (
-                EMPTY_STEP_S if self._is_hurried else max(IDLE_STEP_S, chunk_s / 4)
-            )  # slow ones need no finer steps
-            end_s = min(now_s + idle_s, *(root.next_end(now_s) for root in self._roots), next_arrival_s)
-            end_s = max(end_s, now_s + 1e-6)
-        else:
-            end_s = now_s + EMPTY_STEP_S
+        if self._steps:
+            return now_s  # its output is looked at after that of the step that runs
+        if not any(root.queue for root in self._roots):
             is_loading = any(live.wanted for live in self._live.values())
             self._outcome.idle_waits += not is_loading
-        for root in self._roots:
-            for name, chunk, at_s in root.advance(now_s, end_s):
-                self._live[name].done.add(chunk)
-                self._live[name].ended_s = at_s
-        self._clock.now_s = end_s
+            return now_s + EMPTY_STEP_S
+        chunk_s = self._machine.chunk_bytes / max(self._machine.root_bytes_a_s)
+        # Slow ones need no finer steps.
+        idle_s = EMPTY_STEP_S if is_hurried else max(IDLE_STEP_S, chunk_s / 4)
+        next_arrival_s = self._coming[-1].arrival_s if self._coming else math.inf
+        end_s = min(now_s + idle_s, *(root.next_end(now_s) for root in self._roots), next_arrival_s)
+        return max(end_s, now_s + 1e-6)
 
-    def _report(self, step: int, parts: Sequence[Part]) -> None:
-        for number, root in enumerate(self._roots):
-            num_read, busy_s = root.take()
-            if busy_s > 0:
-                self._policy.moved(number, num_read * self._machine.chunk_bytes, busy_s, ran_dry=False)
+    # Its end.
+
+    def _advance(self, until_s: float) -> None:
+        """Let time pass."""
+        for root in self._roots:
+            for name, chunk, at_s in root.advance(self._clock.now_s, until_s):
+                self._live[name].done[chunk] = at_s
+        self._clock.now_s = max(self._clock.now_s, until_s)
+
+    def _take(self, step: _Step) -> None:
+        """What the ranks tell at this time goes with a step's output."""
+        step.told_at_s = self._clock.now_s
+        step.moved = [(number, *root.take()) for number, root in enumerate(self._roots)]
+
+    def _finish(self, step: _Step) -> None:
+        self._advance(max(self._clock.now_s, step.end_s))
+        if self._machine.steps_in_flight == 1:
+            self._take(step)
         for live in list(self._live.values()):
-            self._report_load(live)
-        self._policy.step_ended(step)
-        for name, _, end in parts:
-            live = self._live[name]
-            live.position = end
-            if end == live.prompt.num_tokens:
+            self._report_load(live, step.told_at_s)
+        for number, num_read, busy_s in step.moved:
+            if busy_s > 0:
+                self._policy.moved(number, num_read * self._machine.chunk_bytes, busy_s)
+        self._policy.step_ended(step.number)
+        for name, _, end in step.parts:
+            if end == self._live[name].prompt.num_tokens:
                 self._outcome.end_s[name] = self._clock.now_s
-                self._policy.forget(name)
-                self._running.remove(self._live.pop(name))
+                if not self._machine.decode_tokens:
+                    self._forget(name)
+        for name in step.decoding:
+            if self._live[name].num_decoded == self._machine.decode_tokens:
+                self._forget(name)
         self._outcome.decisions += self._policy.ended
         self._policy.ended.clear()
         self._policy.made.clear()
 
-    def _report_load(self, live: _Live) -> None:
+    def _forget(self, name: str) -> None:
+        self._policy.forget(name)
+        self._running.remove(self._live.pop(name))
+
+    def _report_load(self, live: _Live, told_at_s: float) -> None:
         if not live.wanted:
             return
         name = live.prompt.name
-        has_all = len(live.done) == live.wanted
+        placed = {chunk for chunk, at_s in live.done.items() if at_s <= told_at_s}
+        has_all = len(placed) == live.wanted
+        self._policy.loaded(name, len(placed) - live.num_told)
+        live.num_told = len(placed)
         if not has_all and not live.is_cut:
-            self._policy.loaded(name, len(live.done) - live.num_told)
-            live.num_told = len(live.done)
             return
-        if has_all and self._clock.now_s < live.ended_s + self._machine.load_overhead_s:
+        if has_all and told_at_s < max(live.done.values()) + self._machine.load_overhead_s:
             return
-        good = next((chunk for chunk in range(live.wanted) if chunk not in live.done), live.wanted)
+        good = next((chunk for chunk in range(live.wanted) if chunk not in placed), live.wanted)
         live.wanted, live.position = 0, good * self._machine.chunk_tokens
         live.is_loaded = good > 0
         self._policy.load_ended(name, live.position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import random
 from collections import deque
@@ -38,6 +39,14 @@ class Machine:
     prefill_limit: int = 0
     """Tokens of a step that one prompt may take; 0: all."""
     load_overhead_s: float = 0.0
+    steps_in_flight: int = 1
+    """2: the server gives a step out while the one before it runs."""
+    launch_s: float = 0.0
+    """To give a step out that computes, with two in flight."""
+    ring_chunks: int = 0
+    """Chunks of each root that are read at most and not in place yet; 0: no bound."""
+    decode_tokens: int = 0
+    """Tokens that each request decodes after its prompt."""
     read_noise: float = 0.0
     """Spread of what a chunk takes to read: sigma of a lognormal factor."""
     compute_noise: float = 0.0
@@ -78,8 +87,10 @@ class _Read:
     prompt: str
     chunk: int
     total_s: float
-    """Of reading at the root's first rate."""
     left_s: float
+    """Of reading at the root's first rate."""
+    gate_s: float
+    """It is in place no sooner."""
 
 
 @dataclass(slots=True)
@@ -93,12 +104,14 @@ class Root:
     """Since it was last asked."""
     num_read: float = 0.0
     """Chunks since it was last asked, those begun by what is done of them."""
+    _held: list[float] = field(default_factory=list)
+    """When chunks that are read can be put in place, of those that cannot yet."""
 
     def next_end(self, now_s: float) -> float:
-        """When the next chunk is there if nothing is added."""
-        reads = list(self.queue)[: self.width]
+        """When the next chunk is read if nothing is added."""
+        reads = self._reads(now_s)
         if not reads:
-            return math.inf
+            return min(self._held, default=math.inf)
         need_s = min(read.left_s for read in reads) * len(reads)
         while True:
             speed, until = self.machine.speed(now_s)
@@ -108,27 +121,38 @@ class Root:
             now_s = until
 
     def advance(self, begin_s: float, end_s: float) -> list[tuple[str, int, float]]:
-        """Read from one time to another; (prompt, chunk, when) of what ended."""
+        """Read from one time to another; (prompt, chunk, when it is in place) of what was read."""
         ended = []
         now_s = begin_s
         while self.queue and now_s < end_s:
             stop_s = min(self.next_end(now_s), end_s, self.machine.speed(now_s)[1])
-            reads = list(self.queue)[: self.width]
-            done_s = (stop_s - now_s) * self.machine.speed(now_s)[0] / len(reads)
-            self.busy_s += stop_s - now_s
+            reads = self._reads(now_s)
+            done_s = (stop_s - now_s) * self.machine.speed(now_s)[0] / max(1, len(reads))
+            self.busy_s += stop_s - now_s if reads else 0.0
             for read in reads:
                 self.num_read += min(done_s, read.left_s) / read.total_s
                 read.left_s -= done_s
                 if read.left_s <= 1e-12:
                     self.queue.remove(read)
-                    ended.append((read.prompt, read.chunk, stop_s))
+                    ended.append((read.prompt, read.chunk, max(stop_s, read.gate_s)))
+                    if read.gate_s > stop_s:
+                        self._held.append(read.gate_s)
             now_s = stop_s
         return ended
 
-    def add(self, prompt: Prompt, chunk: int) -> None:
+    def _reads(self, now_s: float) -> list[_Read]:
+        """What is being read: no more than the ring has room for."""
+        if self._held:
+            self._held = [gate_s for gate_s in self._held if gate_s > now_s]
+        room = self.width
+        if self.machine.ring_chunks:
+            room = min(room, self.machine.ring_chunks - len(self._held))
+        return list(itertools.islice(self.queue, max(0, room)))
+
+    def add(self, prompt: Prompt, chunk: int, gate_s: float = 0.0) -> None:
         """Queue a chunk."""
         read_s = self.machine.read_s(prompt, chunk)
-        self.queue.append(_Read(prompt.name, chunk, read_s, read_s))
+        self.queue.append(_Read(prompt.name, chunk, read_s, read_s, gate_s))
 
     def cancel(self, name: str) -> None:
         """Drop what is queued for a prompt."""

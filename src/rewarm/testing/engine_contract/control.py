@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from rewarm.engine.base import (
+    NUM_ROOTS,
     BlockPlanes,
     Completion,
     Engine,
+    Flow,
     Priority,
     Probe,
     Read,
@@ -29,6 +31,7 @@ from rewarm.engine.base import (
     Write,
 )
 from rewarm.engine.memory import alloc_aligned
+from rewarm.engine.record import record_bytes
 from rewarm.errors import BusyError, UsageError, VolumeClosed
 from rewarm.testing.engine_contract.helpers import (
     LIMIT_S,
@@ -205,6 +208,52 @@ class ControlContract(Base):
         assert finished(completion) == [errno.ECANCELED]
         assert completion.times().waited_s == completion.times().total_s
 
+    def test_each_root_has_the_bytes_that_came_from_it(self, engine: Engine, tmp_path: Path) -> None:
+        num_bytes = 3 * MIB - 5
+        stored(engine, tmp_path / "r.rec", num_bytes)
+        (tmp_path / "bad.rec").write_bytes(bytes(4096 * 2))
+        assert engine.flow(7) == engine.flow(8) == Flow()
+        buffer = random_buffer(num_bytes)
+        reads = [
+            read_of(tmp_path / "r.rec", num_bytes, ToMemory(buffer.address), root=7),
+            read_of(tmp_path / "r.rec", num_bytes, ToSlot(), root=8),
+            read_of(tmp_path / "bad.rec", 4096, ToSlot(), root=9),
+            read_of(tmp_path / "none.rec", 4096, ToSlot(), root=9),
+        ]
+        assert run(engine, *reads) == [0, 0, errno.EBADMSG, errno.ENOENT]
+        for root in (7, 8):
+            assert engine.flow(root).num_bytes == record_bytes(num_bytes)
+            assert engine.flow(root).busy_s > 0
+            assert engine.flow(root) == engine.flow(root), "nothing is under way"
+        assert engine.flow(9).num_bytes == 0
+        for root in (-1, NUM_ROOTS):
+            with pytest.raises(UsageError):
+                engine.flow(root)
+            with pytest.raises(UsageError):
+                engine.submit([read_of(tmp_path / "r.rec", 4096, ToSlot(), root=root)])
+
+    def test_a_root_is_busy_while_it_reads_and_not_while_its_reads_wait_for_the_ring(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        stored(engine, tmp_path / "slow.rec", 4096)
+        stored(engine, tmp_path / "r.rec", 4096)
+        hold(engine, "slow")
+        slow = engine.submit([read_of(tmp_path / "slow.rec", 4096, ToSlot(), root=1)])
+        until(lambda: is_started(engine), "the read to start")
+        until(lambda: engine.flow(1).busy_s > 0.01, "time to pass")
+        assert engine.flow(1).num_bytes == 0
+        hold(engine, None)
+        assert finished(slow) == [0]
+        holders = engine.submit([read_of(tmp_path / "r.rec", 4096, ToSlot())] * (NUM_SLOTS - 1))
+        assert finished(holders) == [0] * (NUM_SLOTS - 1)
+        waits = engine.submit([read_of(tmp_path / "slow.rec", 4096, ToSlot(), root=1)])
+        before = engine.flow(1)
+        until(lambda: waits.times().total_s > 0.01, "time to pass")
+        assert engine.flow(1) == before
+        slow.release(0)
+        assert finished(waits) == [0]
+        assert engine.flow(1).num_bytes == 2 * record_bytes(4096)
+
     def test_the_event_tells_of_results_to_take(self, engine: Engine, tmp_path: Path) -> None:
         for name in ("fast", "slow"):
             (tmp_path / name).touch()
@@ -370,6 +419,7 @@ class ControlContract(Base):
         if not child:
             planes, blocks = BlockPlanes(array("Q"), 1), array("q")
             calls: list[Callable[[], object]] = [
+                lambda: engine.flow(0),
                 lambda: engine.submit([]),
                 lambda: engine.gather(planes, blocks, 0),
                 completion.done,
