@@ -52,6 +52,7 @@ check:
 	$(BIN)/mypy
 	$(BIN)/python scripts/reference_docs.py --check
 	$(BIN)/python scripts/tested_on.py --check
+	$(BIN)/python scripts/grafana_dashboard.py --check
 	$(BIN)/python bench/results_table.py --check
 	$(BIN)/python bench/eviction_table.py --check
 	$(BIN)/python scripts/check_docs.py

@@ -33,6 +33,7 @@ class Gauges:
         """Held while gauges of roots are set: those of a root that is forgotten meanwhile stay so."""
         self._used_bytes: dict[str, int] = {}
         self._pauses: dict[tuple[str, str], int] = {}
+        self._away: set[str] = set()
 
     def at_hand(self) -> None:
         """What is in memory: also of a volume that is only read, and while a root hangs. No I/O."""
@@ -42,6 +43,7 @@ class Gauges:
         if not volume.read_only:
             counters.set("rewarm_kv_stores_paused", float(volume.is_full))
         with self._lock:
+            self._note_away(set(volume.away))
             for root in [root for root in volume.roots if root.is_member]:
                 counters.set("rewarm_root_capacity_bytes", root.file.capacity_bytes, root.name)
                 counters.set("rewarm_root_healthy", float(not root.health.loads.is_on), root.name)
@@ -50,6 +52,14 @@ class Gauges:
                     count, counted = pause.count, self._pauses.get((root.name, way), 0)
                     self._pauses[root.name, way] = count
                     counters.add("rewarm_root_pauses_total", max(0, count - counted), root.name, way)
+
+    def _note_away(self, away: set[str]) -> None:
+        """Say of roots that were named and are not there that they serve nothing."""
+        for path in self._away - away:
+            self._counters.forget(path)
+        for path in away:
+            self._counters.set("rewarm_root_healthy", 0.0, path)
+        self._away = away
 
     def look_at(self, number: int) -> None:
         """Of one root that is written to, what its files say."""

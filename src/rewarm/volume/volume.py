@@ -77,7 +77,6 @@ class Volume:
         """One for the roots that were there at open, and one for each that was added, by root_id."""
         self._housekeeping = threading.Lock()
         self._away = list(away)
-        """Real paths that were named, and hold no root that can be opened yet."""
         self._watched = WatchedMembers()
         self._looking = threading.Lock()
         self._untold: set[str] = set()
@@ -169,6 +168,11 @@ class Volume:
     def root_name(self, root_id: str) -> str:
         """The directory of a root that is open here, or was; its root_id, if none was."""
         return next((root.name for root in reversed(self.roots) if root.file.root_id == root_id), root_id)
+
+    @property
+    def away(self) -> Sequence[str]:
+        """Paths that were named, and hold no root that can be opened yet."""
+        return self._away
 
     @property
     def num_records(self) -> int:
@@ -272,7 +276,9 @@ class Volume:
             elif root_id not in here and member.is_member and not self._take_root(member.path, root_id):
                 self._untold.add(root_id)
         gone = {root_id for root_id, member in known.items() if not member.is_member}
-        self._away = [path for path in self._away if not self._take_root(path, but=gone)]
+        left = {member.path for member in known.values() if not member.is_member}
+        left -= {member.path for member in known.values() if member.is_member}
+        self._away = [path for path in self._away if path not in left and not self._take_root(path, but=gone)]
 
     def check_usable(self) -> None:
         """Raises VolumeClosed, or BusyError in a forked child."""

@@ -126,13 +126,26 @@ def test_a_server_starts_without_a_root_that_is_away_and_uses_it_later(two: list
     assert 0 < len(there) < 40
     volume.look_at_roots()
     assert names(volume) == two[:1]
+    assert [volume.counters.value("rewarm_root_healthy", root) for root in two] == [1, 0]
     os.rename(hidden, two[1])
     volume.look_at_roots()
     assert names(volume) == two
+    assert [volume.counters.value("rewarm_root_healthy", root) for root in two] == [1, 1]
     wait_for(lambda: all(namespace.contains(key(n)) for n in range(40)), "its names to be read")
     assert load(namespace, range(40)) == [Outcome.HIT] * 40
     with pytest.raises(UsageError, match="holds no volume"):
         bench.open(f"{two[0]}.no", f"{two[1]}.no", may_be_away=True)
+
+
+def test_a_root_that_is_away_and_then_removed_is_missed_no_more(two: list[str], third: str, bench: Bench) -> None:
+    add_root(two, third, capacity_bytes=32 * MIB)
+    shutil.rmtree(two[1])
+    volume = bench.open(*two, may_be_away=True)
+    assert volume.counters.value("rewarm_root_healthy", two[1]) == 0
+    remove_root([two[0]], two[1])
+    volume.look_at_roots()
+    assert math.isnan(volume.counters.value("rewarm_root_healthy", two[1]))
+    assert not volume.away
 
 
 def test_reads_only_and_yet_follows(two: list[str], third: str, bench: Bench) -> None:
