@@ -1,7 +1,8 @@
 """Write deploy/grafana/rewarm.json from the panels below, or check that it follows from them (--check).
 
-The dashboard is in Grafana's classic JSON model, which Grafana 10.4 writes and later ones convert. Every expression reads metrics of
-rewarm.metrics, or vLLM's own; tests/unit/test_deploy.py holds that, and that no metric of ours is without a place.
+The dashboard is in Grafana's classic JSON model, which Grafana 10.4 writes and later ones convert. Every expression
+reads metrics of rewarm.metrics, or vLLM's own; tests/unit/test_deploy.py holds that, and that no metric of ours is
+without a place.
 """
 
 from __future__ import annotations

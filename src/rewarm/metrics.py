@@ -164,7 +164,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("rewarm_kv_stores_paused", GAUGE, "1 while stores are paused because the volume or its disk is full."),
     Metric("rewarm_damaged_records_total", COUNTER, "Records refused because a check did not match.", ("root",)),
     Metric("rewarm_io_errors_total", COUNTER, "I/O errors that the storage reported.", ("root",)),
-    Metric("rewarm_root_healthy", GAUGE, "1 while a root is read from; 0 while it is left alone after errors, or away.", ("root",)),
+    Metric(
+        "rewarm_root_healthy",
+        GAUGE,
+        "1 while a root is read from; 0 while it is left alone after errors, or away.",
+        ("root",),
+    ),
     Metric(
         "rewarm_root_stores_paused",
         GAUGE,
