@@ -148,6 +148,7 @@ int unit_end(rw_engine *e, const unit *u, int error)
     transfer *t = u->transfer;
     t->running--;
     e->num_running--;
+    lane_of(e, t)->num_units[t->priority]--;
     e->num_abandoned -= t->state == FINAL;
     if (!--t->batch->num_running)
         t->batch->idle_ns = now_ns();

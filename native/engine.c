@@ -245,7 +245,8 @@ static int make_ring(rw_engine *e, const rw_config *config)
         return 0;
     e->num_slots = e->num_free = (uint32_t)(e->ring_bytes / e->slot_bytes);
     e->free_slots = malloc(e->num_slots * sizeof *e->free_slots);
-    if (!e->free_slots)
+    e->slot_roots = malloc(e->num_slots);
+    if (!e->free_slots || !e->slot_roots)
         return -ENOMEM;
     for (uint32_t i = 0; i < e->num_slots; i++)
         e->free_slots[i] = e->num_slots - 1 - i;
@@ -316,6 +317,7 @@ int rw_engine_open(const rw_config *config, rw_engine **engine)
         return error;
     }
     free(e->free_slots);
+    free(e->slot_roots);
     free(e);
     return error;
 }
@@ -359,8 +361,8 @@ int rw_engine_usage(rw_engine *e, rw_usage *usage)
                         .num_slots = e->num_slots,
                         .free_slots = e->num_free,
                         .lost_slots = e->num_lost};
-    for (int i = 0; i < 4; i++)
-        for (const transfer *t = e->queues[i / 2][i % 2].head; t; t = t->next)
+    for (uint32_t i = 0; i < 4 * e->num_lanes; i++)
+        for (const transfer *t = e->lanes[i / 4].queues[i / 2 % 2][i % 2].head; t; t = t->next)
             usage->queued += t->state == QUEUED;
     pthread_mutex_unlock(&e->lock);
     return 0;

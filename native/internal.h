@@ -65,6 +65,13 @@ typedef struct flow {
     uint32_t num_running;
 } flow;
 
+/* What waits for one root, and what is under way there. */
+typedef struct lane {
+    queue queues[2][2];    /* [priority][needs a ring slot] */
+    uint32_t num_units[2]; /* taken and not ended, by priority */
+    uint32_t num_slots;    /* of the ring, that its records hold */
+} lane;
+
 typedef struct worker {
     rw_engine *engine;
     struct worker *next, *previous;
@@ -79,7 +86,8 @@ struct rw_engine {
     pid_t pid;
     pthread_mutex_t lock;
     pthread_cond_t work, watch, quiet, hold_changed;
-    queue queues[2][2]; /* [priority][needs a ring slot] */
+    lane lanes[RW_NUM_ROOTS];
+    uint32_t num_lanes; /* one more than the highest number of a root that was used */
     rw_batch *live;     /* batches that are not done */
     worker *workers;
     uint64_t next_sequence;
@@ -88,6 +96,7 @@ struct rw_engine {
     uint8_t *ring;
     uint64_t ring_bytes, slot_bytes;
     uint32_t *free_slots;
+    uint8_t *slot_roots; /* whose record each slot holds, while it is taken */
     uint32_t num_slots, num_free, num_lost;
     int owns_ring, is_closed, has_watcher;
     int64_t watch_until_ns;
@@ -143,6 +152,7 @@ int worker_begin(worker *w, unit *u, int may_wait, int may_block);
 void worker_end(worker *w, const unit *u, int error);
 
 /* queue.c: all with the lock held */
+lane *lane_of(rw_engine *e, const transfer *t);
 void queue_insert(rw_engine *e, transfer *t);
 void queue_remove(rw_engine *e, transfer *t);
 int queue_take(rw_engine *e, int may_block, unit *u);

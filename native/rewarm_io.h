@@ -28,7 +28,7 @@ typedef struct rw_transfer {
     uint8_t kind;
     uint8_t target;      /* RW_READ_RECORD: where the payload goes */
     uint8_t durable;     /* RW_WRITE_RECORD: fsync the file before and the directory after the rename */
-    uint8_t root;        /* RW_READ_RECORD: the caller's number for where the file lies, for rw_engine_flow */
+    uint8_t root;        /* the caller's number for the device that the file lies on: a queue and a flow for each */
     uint8_t reserved[4];
     uint64_t address;    /* caller's memory; unused by RW_TO_BLOCKS and RW_TO_SLOT */
     uint64_t length;     /* bytes to move; a record's payload bytes */

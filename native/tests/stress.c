@@ -16,19 +16,21 @@ static void fill(plan *p, uint64_t *random, uint8_t *memory)
     char name[32];
     for (int i = 0; i < 8; i++) {
         snprintf(name, sizeof name, "stress-%d", (int)(next_random(random) % NUM_RECORDS));
+        rw_transfer *t;
         switch (next_random(random) % 4) {
         case 0:
-            plan_read(p, name, LENGTH, RW_TO_SLOT, NULL);
+            t = plan_read(p, name, LENGTH, RW_TO_SLOT, NULL);
             break;
         case 1:
-            plan_read(p, name, LENGTH, RW_TO_MEMORY, memory + (size_t)i * (2u << 20));
+            t = plan_read(p, name, LENGTH, RW_TO_MEMORY, memory + (size_t)i * (2u << 20));
             break;
         case 2:
-            plan_add(p, RW_PROBE, name);
+            t = plan_add(p, RW_PROBE, name);
             break;
         default:
-            plan_read(p, "nowhere", LENGTH, RW_TO_SLOT, NULL);
+            t = plan_read(p, "nowhere", LENGTH, RW_TO_SLOT, NULL);
         }
+        t->root = (uint8_t)(next_random(random) % 3);
     }
 }
 

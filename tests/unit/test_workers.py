@@ -23,6 +23,8 @@ def test_files_in_memory_get_a_worker_a_core(tmp_path: Path) -> None:
     cores = min(len(os.sched_getaffinity(0)), MOST_IN_MEMORY)
     assert num_workers_for([str(SHM)]) == cores
     assert num_workers_for([str(SHM), "/proc"]) == 0
+    assert num_workers_for(["/proc"] * 8) == 0
+    assert num_workers_for(["/proc"] * 9) == 64
 
 
 @pytest.mark.parametrize("roots", [[], ["/nowhere/at/all"], ["/proc"]])

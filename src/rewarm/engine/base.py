@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Protocol, TypeAlias
 
 NUM_ROOTS = 256
-"""Numbers that ReadRecord.root may have: 0 to 255."""
+"""Numbers that a transfer's root may have: 0 to 255."""
 
 
 class Priority(IntEnum):
@@ -100,7 +100,9 @@ class ReadRecord:
     payload_bytes: int
     target: RecordTarget
     root: int = 0
-    """The caller's number for where the file lies, below NUM_ROOTS; Engine.flow() counts by it."""
+    """The caller's number for the device that the file lies on, below NUM_ROOTS. Each has a queue of its own: they work
+    side by side, and what hangs on one takes no more of the workers and of the ring than others can do without.
+    Engine.flow() counts reads by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class WriteRecord:
     created_ns: int
     durable: bool = False
     """fsync the file before, and its directory after, the rename."""
+    root: int = 0
+    """See ReadRecord."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class Probe:
     """Whether a file is there: 0 or ENOENT, never opened."""
 
     path: str
+    root: int = 0
+    """See ReadRecord."""
 
 
 @dataclass(frozen=True, slots=True)

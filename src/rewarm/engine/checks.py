@@ -13,6 +13,7 @@ from rewarm.engine.base import (
     ToBlocks,
     ToMemory,
     Transfer,
+    Unlink,
     Write,
     WriteRecord,
 )
@@ -35,6 +36,8 @@ def check_transfer(transfer: Transfer, slot_bytes: int) -> None:
     """
     if "\0" in transfer.path or (isinstance(transfer, WriteRecord) and "\0" in transfer.temporary_path):
         raise UsageError("a path holds a NUL character")
+    if not isinstance(transfer, (Read, Write, Unlink)):
+        check_root(transfer.root)
     if isinstance(transfer, (Read, Write)):
         if transfer.length_bytes < 0 or transfer.offset_bytes < 0 or transfer.address <= 0:
             raise UsageError(f"{type(transfer).__name__} of {transfer.path} has a negative field or no address")

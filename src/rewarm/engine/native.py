@@ -176,13 +176,13 @@ def _packed(transfer: Transfer, paths: list[str]) -> bytes:
         t = transfer
         _check_names(t)
         numbers = (t.address, t.payload_bytes, t.created_ns)
-        return _pack(rw.WRITE_RECORD, 0, t.durable, 0, *numbers, 0, 0, 0, 0, 0, 0, 0, t.key, t.namespace_id)
+        return _pack(rw.WRITE_RECORD, 0, t.durable, t.root, *numbers, 0, 0, 0, 0, 0, 0, 0, t.key, t.namespace_id)
     if isinstance(transfer, (Read, Write)):
         kind = rw.READ if isinstance(transfer, Read) else rw.WRITE
         numbers = (transfer.address, transfer.length_bytes, transfer.offset_bytes)
         return _pack(kind, 0, 0, 0, *numbers, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
-    kind = rw.PROBE if isinstance(transfer, Probe) else rw.UNLINK
-    return _pack(kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
+    kind, root = (rw.PROBE, transfer.root) if isinstance(transfer, Probe) else (rw.UNLINK, 0)
+    return _pack(kind, 0, 0, root, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, _NO_NAME, _NO_NAME)
 
 
 def _packed_read(t: ReadRecord) -> bytes:

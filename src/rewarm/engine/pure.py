@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from rewarm.engine import memory, pure_io
 from rewarm.engine.base import (
@@ -33,6 +32,7 @@ from rewarm.engine.base import (
 )
 from rewarm.engine.checks import check_arrays, check_ring, check_root, check_transfer
 from rewarm.engine.memory import PAGE_BYTES, AlignedBuffer, alloc_aligned, view_at
+from rewarm.engine.pure_queue import Job, Lanes
 from rewarm.errors import BusyError, UsageError, VolumeClosed
 from rewarm.units import round_up
 
@@ -121,9 +121,6 @@ class _Reads:
         return Flow(self.num_bytes, self.busy_s + (time.monotonic() - self.busy_since if self.num_running else 0.0))
 
 
-_Queue: TypeAlias = "deque[tuple[int, _Batch, int]]"
-
-
 class PureEngine:
     """Python threads over preadv and pwritev."""
 
@@ -138,9 +135,6 @@ class PureEngine:
         self._timer_wake = threading.Condition(self._lock)
         self._live: set[_Batch] = set()
         self._timer: threading.Thread | None = None
-        # [priority][needs a ring slot]
-        self._queues: list[list[_Queue]] = [[deque(), deque()] for _ in Priority]
-        self._sequence = 0
         self._reads: defaultdict[int, _Reads] = defaultdict(_Reads)
         self._closed = False
         self._held = ""
@@ -151,11 +145,11 @@ class PureEngine:
         if config.ring_bytes and not config.ring_address:
             self._ring = alloc_aligned(config.ring_bytes)
             self._ring_address = self._ring.address
-        self._free_slots = list(range(config.ring_bytes // config.slot_bytes if config.ring_bytes else 0))
-        self._busy_slots = 0
+        num_workers = config.num_workers or _DEFAULT_WORKERS
+        num_slots = config.ring_bytes // config.slot_bytes if config.ring_bytes else 0
+        self._lanes: Lanes[_Batch] = Lanes(num_workers, num_slots)
         self._threads = [
-            threading.Thread(target=self._run, name=f"rewarm-io-{i}", daemon=True)
-            for i in range(config.num_workers or _DEFAULT_WORKERS)
+            threading.Thread(target=self._run, name=f"rewarm-io-{i}", daemon=True) for i in range(num_workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -175,8 +169,8 @@ class PureEngine:
             changed = threading.Condition(self._lock)
             batch = _Batch(list(transfers), deadline, [_QUEUED] * count, [0] * count, count, changed)
             for index, transfer in enumerate(transfers):
-                self._queues[priority][_needs_slot(transfer)].append((self._sequence, batch, index))
-                self._sequence += 1
+                root = getattr(transfer, "root", 0)
+                self._lanes.put(Job(batch, index, root, _needs_slot(transfer)), priority)
             self._work.notify(count)
             if count:
                 self._live.add(batch)
@@ -207,16 +201,16 @@ class PureEngine:
             thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
             # Slots that a hung read or a caller still holds keep the ring: freeing it would hand its pages to others.
-            if self._ring is not None and not self._busy_slots:
+            if self._ring is not None and not self._lanes.num_taken_slots:
                 self._ring.close()
                 self._ring = None
 
     def usage(self) -> dict[str, int]:
         """Queued transfers and slots now; what of the native engines' usage() there is here."""
         with self._lock:
-            queued = sum(len(jobs) for queue in self._queues for jobs in queue)
-            free_slots = len(self._free_slots)
-            return {"num_slots": self._busy_slots + free_slots, "free_slots": free_slots, "queued": queued}
+            free_slots = len(self._lanes.free_slots)
+            num_slots = self._lanes.num_taken_slots + free_slots
+            return {"num_slots": num_slots, "free_slots": free_slots, "queued": len(self._lanes)}
 
     def flow(self, root: int) -> Flow:
         """See engine.base.Engine."""
@@ -265,9 +259,7 @@ class PureEngine:
             abandoned = state == _RUNNING and _needs_slot(batch.transfers[index])
             if state == _QUEUED or abandoned:
                 self._end(batch, index, reason)
-        for queue in self._queues:
-            for kind, jobs in enumerate(queue):
-                queue[kind] = deque(job for job in jobs if job[1] is not batch)
+        self._lanes.drop(batch)
 
     def _end(self, batch: _Batch, index: int, result: int) -> None:
         batch.states[index] = _FINAL
@@ -281,31 +273,24 @@ class PureEngine:
             os.eventfd_write(batch.event_fd, 1)
         batch.changed.notify_all()
 
-    def _next(self) -> tuple[_Batch, int, int] | None:
-        """The next job with its slot (-1: needs none): loads first, in order; None: no more will come."""
+    def _next(self) -> Job[_Batch] | None:
+        """The next job; None: no more will come."""
         while True:
-            for plain, ring in self._queues:
-                runnable = [queue for queue in (plain, ring) if queue and (queue is plain or self._free_slots)]
-                if runnable:
-                    _, batch, index = min(runnable, key=lambda queue: queue[0][0]).popleft()
-                    slot = -1
-                    if _needs_slot(batch.transfers[index]):
-                        slot = self._free_slots.pop()
-                        self._busy_slots += 1
-                    batch.states[index] = _RUNNING
-                    batch.begin_one()
-                    if isinstance(transfer := batch.transfers[index], ReadRecord):
-                        self._reads[transfer.root].begin()
-                    return batch, index, slot
+            job = self._lanes.take()
+            if job is not None:
+                job.batch.states[job.index] = _RUNNING
+                job.batch.begin_one()
+                if isinstance(transfer := job.batch.transfers[job.index], ReadRecord):
+                    self._reads[transfer.root].begin()
+                return job
             if self._closed:
                 return None
             self._work.wait()
 
     def _free(self, slot: int) -> None:
-        self._busy_slots -= 1
-        self._free_slots.append(slot)
+        self._lanes.free(slot)
         self._work.notify()
-        if self._closed and not self._busy_slots and self._ring is not None:
+        if self._closed and not self._lanes.num_taken_slots and self._ring is not None:
             self._ring.close()
             self._ring = None
 
@@ -316,7 +301,7 @@ class PureEngine:
                 job = self._next()
                 if job is None:
                     return
-                batch, index, slot = job
+                batch, index, slot = job.batch, job.index, job.slot
                 while self._held and self._held in batch.transfers[index].path:
                     self._hold_changed.wait()
             try:
@@ -327,6 +312,8 @@ class PureEngine:
                 batch.end_one()
                 if isinstance(transfer := batch.transfers[index], ReadRecord):
                     self._reads[transfer.root].end()
+                self._lanes.ended(job)
+                self._work.notify()
                 if batch.states[index] != _FINAL:
                     if batch.states[index] == _RUNNING and isinstance(
                         batch.transfers[index], (Read, Write, ReadRecord)

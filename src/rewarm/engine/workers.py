@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 IN_MEMORY = {0x01021994, 0x858458F6, 0x958458F6}
 """f_type of statfs(2) for tmpfs, ramfs and hugetlbfs (linux/magic.h)."""
+MANY_ROOTS, FOR_MANY_ROOTS = 8, 64
+"""With more roots than that the usual number would leave none of the workers that store for each of them."""
 MOST_IN_MEMORY = 16
 """Sixteen read faster than a host link of 55 GB/s takes; other ranks of the machine want cores too."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -21,7 +23,7 @@ def num_workers_for(roots: Sequence[str]) -> int:
     """
     if roots and all(in_memory(root) for root in roots):
         return min(len(os.sched_getaffinity(0)), MOST_IN_MEMORY)
-    return 0
+    return FOR_MANY_ROOTS if len(roots) > MANY_ROOTS else 0
 
 
 def in_memory(path: str) -> bool:

@@ -90,7 +90,7 @@ class Namespace:
         for number, (root, _) in enumerate(zip(self._volume.roots, self._indexes, strict=False)):
             if root.health.loads.is_on or not keys:
                 continue
-            transfers = [Probe(root.paths.record(self.id, _checked(key))) for key in keys]
+            transfers = [Probe(root.paths.record(self.id, _checked(key)), number % NUM_ROOTS) for key in keys]
             completion = self._volume.engine.submit(transfers, deadline_s=PROBE_DEADLINE_S)
             parts.append(Part(completion, range(len(keys)), self._probe_note(number, keys)))
         return ProbeHandle(len(keys), parts)

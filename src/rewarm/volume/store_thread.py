@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rewarm.engine.base import Priority, WriteRecord
+from rewarm.engine.base import NUM_ROOTS, Priority, WriteRecord
 from rewarm.errors import RewarmError
 from rewarm.volume.session import Did
 from rewarm.volume.usage import UsageFile
@@ -235,6 +235,7 @@ class StoreThread:
                 payload_bytes=item.namespace.payload_bytes,
                 created_ns=created_ns,
                 durable=self._volume.durable,
+                root=self._number % NUM_ROOTS,
             )
             for item in group[:granted]
         ]

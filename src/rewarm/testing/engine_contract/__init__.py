@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import pytest
 
-for _part in ("control", "damage", "helpers", "transfers"):
+for _part in ("control", "damage", "helpers", "roots", "transfers"):
     pytest.register_assert_rewrite(f"rewarm.testing.engine_contract.{_part}")
 
 from rewarm.testing.engine_contract.control import ControlContract  # noqa: E402
 from rewarm.testing.engine_contract.damage import DamageContract  # noqa: E402
+from rewarm.testing.engine_contract.roots import RootsContract  # noqa: E402
 from rewarm.testing.engine_contract.transfers import TransferContract  # noqa: E402
 
 __all__ = ["EngineContract"]
 
 
-class EngineContract(TransferContract, DamageContract, ControlContract):
+class EngineContract(TransferContract, DamageContract, ControlContract, RootsContract):
     """All of it: subclass this, and name ``make``."""

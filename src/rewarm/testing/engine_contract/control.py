@@ -40,6 +40,7 @@ from rewarm.testing.engine_contract.helpers import (
     Cache,
     finished,
     hold,
+    num_queued,
     random_buffer,
     read_of,
     run,
@@ -438,7 +439,4 @@ class ControlContract(Base):
 
 def is_started(engine: Engine) -> bool:
     """Nothing is queued any more: all that was submitted has a worker. For engines with ``usage()``."""
-    usage: Callable[[], dict[str, int]] | None = getattr(engine, "usage", None)
-    if usage is None:
-        pytest.skip(f"engine {engine.name} has no usage(): whether a transfer has started cannot be seen")
-    return usage()["queued"] == 0
+    return num_queued(engine) == 0

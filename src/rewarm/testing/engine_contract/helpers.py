@@ -75,6 +75,14 @@ def hold(engine: Engine, part: str | None) -> None:
     method(part)
 
 
+def num_queued(engine: Engine) -> int:
+    """Transfers that have no worker yet. For engines with ``usage()``."""
+    usage: Callable[[], dict[str, int]] | None = getattr(engine, "usage", None)
+    if usage is None:
+        pytest.skip(f"engine {engine.name} has no usage(): whether a transfer has started cannot be seen")
+    return usage()["queued"]
+
+
 def finished(completion: Completion) -> list[int]:
     """The results, once the batch is done."""
     assert completion.wait(LIMIT_S), f"the batch was not done after {LIMIT_S} s"
@@ -110,8 +118,8 @@ def write_of(path: Path, buffer: AlignedBuffer, num_bytes: int, **fields: Any) -
 
 def read_of(path: Path, num_bytes: int, target: RecordTarget, **fields: Any) -> ReadRecord:
     """The load of a record of write_of()."""
-    names = {"key": KEY, "namespace_id": NAMESPACE, **fields}
-    return ReadRecord(path=str(path), payload_bytes=num_bytes, target=target, **names)
+    usual: dict[str, Any] = {"key": KEY, "namespace_id": NAMESPACE}
+    return ReadRecord(path=str(path), payload_bytes=num_bytes, target=target, **{**usual, **fields})
 
 
 def stored(engine: Engine, path: Path, num_bytes: int, seed: int = 0) -> bytes:
