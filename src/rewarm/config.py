@@ -61,6 +61,12 @@ class KvConfig(Section):
     """Directories that hold the volume, absolute, one a device; several in a variable are separated by colons."""
     capacity_bytes: int = 0
     """Bytes that the volume may hold over all roots, like 200GiB, when it is made; an existing one keeps its own."""
+    host_bytes: int = 0
+    """Bytes of host memory, like 64GiB, for copies of what is used again: the host tier, which all servers of a node
+    that use this volume share. 0: none."""
+    host_root: str = ""
+    """Directory on a tmpfs for host tiers, absolute, the server's user's own; in it each volume has one that is named
+    by its id. Empty: /dev/shm/rewarm-UID."""
     chunk_tokens: int = 0
     """Tokens in one record, a multiple of the server's block. 0: the smallest power of two of
     blocks that makes a record of 4 MiB, or of 16 MiB where the KV cache lies on a device."""
@@ -86,7 +92,8 @@ class KvConfig(Section):
     num_workers: int = 0
     """I/O workers of a rank. 0: chosen from the cores and what the roots lie on."""
     ring_bytes: int = 128 * MIB
-    """Host memory of a rank that reads land in before they are checked; bounds the loads in flight."""
+    """Host memory of a rank that reads land in before they are checked; bounds the loads in flight. As much again for
+    the host tier, where there is one."""
     store_buffer_bytes: int = 0
     """Host memory of a rank that chunks wait in until they are written; one that finds it full waits in its KV blocks,
     and is not stored if its request ends before. 0: what one step of the server computes, 64 MiB to 2 GiB."""
@@ -106,6 +113,7 @@ class KvConfig(Section):
             f"kv.capacity_bytes is {format_size(self.capacity_bytes)}",
             "at least 64 MiB; like 200GiB",
         )
+        self._check_host_tier()
         _check(self.chunk_tokens >= 0, f"kv.chunk_tokens is {self.chunk_tokens}", "0 or more")
         _check(
             self.salt == self.salt.encode(errors="ignore").decode(), "kv.salt has bytes that are no text", "as UTF-8"
@@ -127,6 +135,23 @@ class KvConfig(Section):
         ):
             _check(num_bytes >= 64 * KIB, f"kv.{name} is {format_size(num_bytes)}", "at least 64 KiB; like 256MiB")
         _check(0 < self.load_deadline_s < math.inf, f"kv.load_deadline_s is {self.load_deadline_s}", "seconds, above 0")
+
+    def _check_host_tier(self) -> None:
+        _check(
+            self.host_bytes == 0 or self.host_bytes >= GIB // 16,
+            f"kv.host_bytes is {format_size(self.host_bytes)}",
+            "at least 64 MiB; like 64GiB",
+        )
+        _check(
+            not self.host_root or os.path.isabs(self.host_root),
+            f"kv.host_root is {shown(self.host_root)}, which is not an absolute path",
+            "a directory on a tmpfs, like /dev/shm/rewarm; leave it out for the usual one",
+        )
+        _check(
+            not self.host_bytes or self.policy != "auto",
+            "kv.policy auto does not know yet what of a prompt lies in the host tier (kv.host_bytes)",
+            "use always_load with a host tier, or auto without one",
+        )
 
 
 SECTIONS: tuple[type[Section], ...] = (KvConfig,)

@@ -58,6 +58,7 @@ class Metric:
 _EVICTED = "that this server's janitor removed to stay within the capacity; of servers that share a volume one evicts"
 _LOAD_OUTCOMES = ("hit", "miss", "damaged", "io_error", "timeout", "cut")
 _STORE_OUTCOMES = ("stored", "skipped", "dropped", "failed")
+_PROMOTION_OUTCOMES = ("promoted", "skipped", "dropped", "failed")
 LOAD_PARTS = ("queue", "read", "copy", "scatter", "step")
 """Labels of rewarm_kv_load_part_seconds, in the order of a load."""
 WAYS = ("loads", "stores")
@@ -231,6 +232,24 @@ METRICS: tuple[Metric, ...] = (
         GAUGE,
         "1 while this server's janitor process runs, which evicts or stands by for the one that does.",
     ),
+    Metric(
+        "rewarm_host_loads_total",
+        COUNTER,
+        "Records asked of the host tier, by outcome as above; what is no hit there is read from flash.",
+        ("outcome",),
+        values=_LOAD_OUTCOMES[:-1],
+    ),
+    Metric(
+        "rewarm_host_promotions_total",
+        COUNTER,
+        "Records that were read from flash and were to be copied into the host tier, by outcome: promoted, skipped "
+        "(there already, or the tier takes none now), dropped (too many waited), failed.",
+        ("outcome",),
+        values=_PROMOTION_OUTCOMES,
+    ),
+    Metric("rewarm_host_records", GAUGE, "Records in the host tier that this process knows."),
+    Metric("rewarm_host_evicted_records_total", COUNTER, f"Records of the host tier {_EVICTED}."),
+    Metric("rewarm_host_evicted_bytes_total", COUNTER, f"Bytes of the records of the host tier {_EVICTED}."),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}

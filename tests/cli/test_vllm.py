@@ -53,9 +53,10 @@ def test_flags_reach_the_connector_and_two_roots_are_one_volume(tmp_path: Path, 
     flags = ["--read-only", "--chunk-tokens", "512", "--policy", "never", "--store", "on_reuse", "--salt", "tenant"]
     assert config(*named, "--size", "64MiB") == 0
     capsys.readouterr()
-    assert config(*named, *flags, "--durable", "--allow-untested") == 0
+    assert config(*named, *flags, "--durable", "--allow-untested", "--host-tier", "1.5GiB") == 0
     assert json.loads(capsys.readouterr().out)["kv_connector_extra_config"] == {
         "roots": [str(root) for root in roots],
+        "host_bytes": 3 << 29,
         "read_only": True,
         "durable": True,
         "chunk_tokens": 512,
@@ -73,6 +74,14 @@ def test_flags_reach_the_connector_and_two_roots_are_one_volume(tmp_path: Path, 
         (["--root", "{empty}"], ExitCode.USAGE, "no volume in"),
         (["--root", "{empty}", "--size", "0"], ExitCode.USAGE, "--size is 0"),
         (["--root", "{empty}", "--size", "much"], ExitCode.USAGE, "not a size"),
+        (["--root", "{empty}", "--size", "64MiB", "--host-tier", "0"], ExitCode.USAGE, "--host-tier is 0"),
+        (["--root", "{empty}", "--size", "64MiB", "--host-tier", "1KiB"], ExitCode.USAGE, "kv.host_bytes is 1.0 KiB"),
+        (["--root", "{empty}", "--size", "64MiB", "--host-tier", "nan"], ExitCode.USAGE, "not a size"),
+        (
+            ["--root", "{empty}", "--size", "64MiB", "--host-tier", "1GiB", "--policy", "auto"],
+            ExitCode.USAGE,
+            "auto does not know yet what of a prompt lies in the host tier",
+        ),
         (["--root", "{empty}", "--size", "900TiB"], ExitCode.IO, " free, 900.0 TiB are needed"),
         (["--root", "{foreign}", "--size", "64MiB"], ExitCode.USAGE, "not empty"),
         (["--root", "{empty}", "--size", "64MiB", "--policy", "always"], ExitCode.USAGE, "did you mean 'always_load'"),

@@ -23,8 +23,9 @@ from rewarm.kv.rank import RankSide
 from rewarm.kv.rows import chunk_rows
 from rewarm.metrics import Counters
 from rewarm.units import GIB, round_up
-from rewarm.volume import Namespace, Outcome
+from rewarm.volume import Outcome
 from rewarm.volume.evict import purge
+from rewarm.volume.tiered import AnyNamespace
 
 if TYPE_CHECKING:
     from rewarm.bench.device_cache import KvCache
@@ -227,7 +228,7 @@ class DeviceRank:
         chunks = enumerate(self._chunks(name, request))
         return [(chunk, self.cache.blocks(request, number * size, size)) for number, chunk in chunks]
 
-    def _namespace(self, name: str) -> Namespace:
+    def _namespace(self, name: str) -> AnyNamespace:
         identity = with_layout(_identity(name), canonical_json(self.cache.planes.layout))
         return self.side.volume.namespace(identity, payload_bytes=self.payload_bytes)
 

@@ -32,6 +32,7 @@ def command() -> None:
 @command.command("config")
 @click.option("--root", "roots", multiple=True, metavar="DIR", help="A directory of the volume; repeatable.")
 @click.option("--size", metavar="SIZE", help="What the volume may hold, like 200GiB; needed to make one.")
+@click.option("--host-tier", metavar="SIZE", help="Host memory for copies of what is used again, like 64GiB. [none]")
 @click.option("--chunk-tokens", type=int, metavar="N", help="Tokens in one record. [chosen]")
 @click.option("--policy", metavar="RULE", help=f"{' | '.join(POLICIES)} [{POLICIES[0]}]")
 @click.option("--store", metavar="RULE", help=f"{' | '.join(STORE_RULES)} [{STORE_RULES[0]}]")
@@ -39,7 +40,7 @@ def command() -> None:
 @click.option("--durable", is_flag=True, default=None, help="fsync each record.")
 @click.option("--salt", metavar="TEXT", help="Servers with different salts never share a record.")
 @click.option("--allow-untested", is_flag=True, default=None, help="Start with a vLLM that was never tried.")
-def config(roots: tuple[str, ...], size: str | None, **flags: Any) -> None:
+def config(roots: tuple[str, ...], size: str | None, host_tier: str | None, **flags: Any) -> None:
     """Print one line of JSON for vllm serve --kv-transfer-config; make the volume where there is none.
 
     What is not given here may come from REWARM_KV_... variables of the server's environment; all settings:
@@ -48,7 +49,10 @@ def config(roots: tuple[str, ...], size: str | None, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value is not None}
     if roots:
         given["roots"] = tuple(os.path.abspath(root) for root in roots)
-    asked = resolve(KvConfig, arguments={**given, "capacity_bytes": None if size is None else _size(size)}).config
+    if host_tier is not None:
+        given["host_bytes"] = _size("--host-tier", host_tier)
+    capacity_bytes = None if size is None else _size("--size", size)
+    asked = resolve(KvConfig, arguments={**given, "capacity_bytes": capacity_bytes}).config
     if not asked.roots:
         raise UsageError("no directory was named", hint="rewarm vllm config --root DIR --size 200GiB")
     _ensure_volume(asked)
@@ -62,10 +66,10 @@ def config(roots: tuple[str, ...], size: str | None, **flags: Any) -> None:
     click.echo(json.dumps(transfer_config, separators=(",", ":")))
 
 
-def _size(text: str) -> int:
+def _size(option: str, text: str) -> int:
     num_bytes = parse_size(text)
     if num_bytes <= 0:
-        raise UsageError(f"--size is {text}", hint="like 200GiB")
+        raise UsageError(f"{option} is {text}", hint="like 200GiB")
     return num_bytes
 
 

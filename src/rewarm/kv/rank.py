@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rewarm.engine import Engine, EngineConfig, open_engine
 from rewarm.engine.record import record_bytes
-from rewarm.engine.workers import num_workers_for
+from rewarm.engine.workers import num_workers_for, num_workers_in_memory
 from rewarm.errors import AdapterError
 from rewarm.kv.worker import HostWorker, RankSetup, RankWorker
 from rewarm.units import GIB, MIB
 from rewarm.volume import Volume
+from rewarm.volume.host_tier import with_host_tier
 
 if TYPE_CHECKING:
     from rewarm.config import KvConfig
     from rewarm.kv.planes import PlaneSet
     from rewarm.metrics import Counters
+    from rewarm.volume.tiered import AnyVolume
 
 MIN_STORE_BUFFER_BYTES = 64 * MIB
 MAX_STORE_BUFFER_BYTES = 2 * GIB
@@ -66,17 +68,12 @@ class RankSide:
         """
         self.slot_bytes = record_bytes(planes.block_bytes * chunk_blocks)
         self.ring_bytes = max(kv.ring_bytes // self.slot_bytes, 2) * self.slot_bytes
-        self.ring = _pinned_ring(planes, self.ring_bytes)
-        self.engine = open_engine(
-            EngineConfig(
-                kind=kv.engine,
-                num_workers=kv.num_workers or num_workers_for(kv.roots),
-                ring_bytes=self.ring_bytes,
-                slot_bytes=self.slot_bytes,
-                ring_address=self.ring.address if self.ring else 0,
-            )
-        )
-        self.volume = open_volume(kv, self.engine, counters, janitor=False)
+        self.ring = _pinned_ring(planes, self.ring_bytes * (2 if kv.host_bytes else 1))
+        self.engine = self._open_engine(kv, num_workers_for(kv.roots), 0)
+        self.engines = [self.engine]
+        if kv.host_bytes:  # its own workers and ring: what is in memory waits for no device
+            self.engines.append(self._open_engine(kv, num_workers_in_memory(), self.ring_bytes))
+        self.volume = open_volume(kv, self.engine, counters, janitor=False, host_engine=self.engines[-1])
         self.setup = RankSetup(
             planes=planes,
             chunk_blocks=chunk_blocks,
@@ -95,12 +92,34 @@ class RankSide:
         """Wait a bounded time for stores, then let go of everything."""
         self.worker.close()
         self.volume.close()
-        self.engine.close()
+        for engine in self.engines:
+            engine.close()
+
+    def _open_engine(self, kv: KvConfig, num_workers: int, ring_offset_bytes: int) -> Engine:
+        return open_engine(
+            EngineConfig(
+                kind=kv.engine,
+                num_workers=kv.num_workers or num_workers,
+                ring_bytes=self.ring_bytes,
+                slot_bytes=self.slot_bytes,
+                ring_address=self.ring.address + ring_offset_bytes if self.ring else 0,
+            )
+        )
 
 
-def open_volume(kv: KvConfig, engine: Engine, counters: Counters, *, janitor: bool) -> Volume:
-    """The configured volume; raises as Volume.open()."""
-    return Volume.open(
+def open_volume(
+    kv: KvConfig, engine: Engine, counters: Counters, *, janitor: bool, host_engine: Engine | None = None
+) -> AnyVolume:
+    """The configured volume, with the host tier that is configured; raises as Volume.open() and with_host_tier().
+
+    Args:
+        kv: Roots and settings.
+        engine: For what lies on flash.
+        counters: Where this process counts.
+        janitor: Start the processes that evict, unless the volume is only read.
+        host_engine: For what lies in the host tier; default: the other one.
+    """
+    flash = Volume.open(
         kv.roots,
         engine=engine,
         counters=counters,
@@ -111,6 +130,20 @@ def open_volume(kv: KvConfig, engine: Engine, counters: Counters, *, janitor: bo
         store_bytes_per_day=kv.store_bytes_per_day,
         rated_dwpd=kv.dwpd,
     )
+    if not kv.host_bytes:
+        return flash
+    try:
+        return with_host_tier(
+            flash,
+            capacity_bytes=kv.host_bytes,
+            place=kv.host_root,
+            engine=host_engine or engine,
+            counters=counters,
+            janitor=janitor,
+        )
+    except BaseException:
+        flash.close()
+        raise
 
 
 def _pinned_ring(planes: PlaneSet, ring_bytes: int) -> Any:

@@ -32,7 +32,7 @@ from rewarm.volume import Outcome
 
 if TYPE_CHECKING:
     from rewarm.kv.planes import PlaneSet
-    from rewarm.volume import Namespace
+    from rewarm.volume.tiered import AnyNamespace
 
 PAGE_BYTES = 4096
 NUM_LANES = 2
@@ -123,7 +123,7 @@ class StagedWorker(RankWorker):
         self._ended = threading.Event()
         self._is_closing = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._gathered: queue.SimpleQueue[tuple[Namespace, bytes, int, torch.Event] | None] = queue.SimpleQueue()
+        self._gathered: queue.SimpleQueue[tuple[AnyNamespace, bytes, int, torch.Event] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run_loads, name="rewarm-kv-loads", daemon=True),
             threading.Thread(target=self._run_stores, name="rewarm-kv-stores", daemon=True),
@@ -148,7 +148,7 @@ class StagedWorker(RankWorker):
 
     # The server's thread.
 
-    def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load:
+    def _start_load(self, namespace: AnyNamespace, order: LoadOrder, deadline_s: float) -> Load:
         handle = namespace.load([(self._key(c.chunk), ToSlot()) for c in order.chunks], deadline_s=deadline_s)
         where = self._rows.locate([c.block_ids for c in order.chunks])
         ready = torch.accelerator.current_stream(self._setup.planes.device).record_event()
@@ -161,7 +161,7 @@ class StagedWorker(RankWorker):
         self._cuts.append(load)  # a handle belongs to one thread
         os.eventfd_write(self._wake_fd, 1)
 
-    def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
+    def _save(self, namespace: AnyNamespace, orders: Sequence[StoreOrder]) -> None:
         assert self._memory is not None
         put_off: list[bytes] = []
         with torch.inference_mode():

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rewarm.engine.base import NUM_ROOTS, BlockPlanes, Flow, Times, ToBlocks
+from rewarm.engine.base import BlockPlanes, Flow, Times, ToBlocks
 from rewarm.engine.memory import AlignedBuffer, alloc_aligned
 from rewarm.errors import RewarmError
 from rewarm.kv.chunks import LoadOrder, LoadTimes, StepOrders, StepReport, StoreOrder
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from rewarm.engine import Engine
     from rewarm.kv.planes import PlaneSet
     from rewarm.metrics import Counters
-    from rewarm.volume import LoadHandle, Namespace, StoreHandle, Volume
+    from rewarm.volume import LoadHandle, StoreHandle
+    from rewarm.volume.tiered import AnyNamespace, AnyVolume
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class RankSetup:
     """The rank that the keys name: the first of those that hold the same bytes."""
     may_store: bool
     """False where another rank stores the same bytes, or the volume is only read."""
-    volume: Volume
+    volume: AnyVolume
     engine: Engine
     store_buffer_bytes: int
     load_deadline_s: float
@@ -90,7 +91,7 @@ class RankWorker(ABC):
         self._setup = setup
         self._slot_bytes = round_up(setup.payload_bytes, 4096)
         self._shared_identity = ""
-        self._namespace: Namespace | None = None
+        self._namespace: AnyNamespace | None = None
         self._loads: dict[str, Load] = {}
         self._invalid_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
@@ -163,7 +164,7 @@ class RankWorker(ABC):
         counters = self._setup.counters
         taken = {}
         for number, root in enumerate(self._setup.volume.roots):
-            root_id, total = root.file.root_id, self._setup.engine.flow(number % NUM_ROOTS)
+            root_id, total = root.file.root_id, self._setup.volume.flow(number)
             flow = total - self._flows.get(root_id, Flow())
             if flow.busy_s > 0:
                 self._flows[root_id] = total
@@ -177,10 +178,10 @@ class RankWorker(ABC):
         """Wait a bounded time for stores, end loads, free the buffers. The engine and the volume stay open."""
 
     @abstractmethod
-    def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load: ...
+    def _start_load(self, namespace: AnyNamespace, order: LoadOrder, deadline_s: float) -> Load: ...
 
     @abstractmethod
-    def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None: ...
+    def _save(self, namespace: AnyNamespace, orders: Sequence[StoreOrder]) -> None: ...
 
     def _cut(self, load: Load) -> None:
         """End a load early: what is not in place yet fails."""
@@ -383,7 +384,7 @@ class HostWorker(RankWorker):
         if not self._buffer.is_used:
             self._memory.close()
 
-    def _start_load(self, namespace: Namespace, order: LoadOrder, deadline_s: float) -> Load:
+    def _start_load(self, namespace: AnyNamespace, order: LoadOrder, deadline_s: float) -> Load:
         targets = [
             (self._key(chunk.chunk), ToBlocks(self._block_planes, chunk.block_ids, chunk.skip_blocks))
             for chunk in order.chunks
@@ -400,7 +401,7 @@ class HostWorker(RankWorker):
             load.left -= num_delivered
         self._reap(self._buffer, 0.0 if oldest is not None else wait_s)
 
-    def _save(self, namespace: Namespace, orders: Sequence[StoreOrder]) -> None:
+    def _save(self, namespace: AnyNamespace, orders: Sequence[StoreOrder]) -> None:
         staged: list[tuple[bytes, int]] = []
         put_off: list[bytes] = []
         for order in orders:

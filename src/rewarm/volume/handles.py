@@ -35,6 +35,10 @@ _OUTCOMES = {
 }
 
 
+_FINAL = {Outcome.HIT, Outcome.TIMEOUT}
+"""Nothing is looked for elsewhere after these: it is there, or there is no time left."""
+
+
 def outcome_of(result: int) -> Outcome:
     """What an engine's result means for a record."""
     return _OUTCOMES.get(result, Outcome.IO_ERROR)
@@ -49,11 +53,26 @@ Again = Callable[[Sequence[int]], "Sequence[Part]"]
 class Part:
     """The transfers of a handle that one completion carries."""
 
-    def __init__(self, completion: Completion, indices: Sequence[int], note: Note, root: int = 0) -> None:
+    def __init__(
+        self, completion: Completion, indices: Sequence[int], note: Note, root: int = 0, *, is_copy: bool = False
+    ) -> None:
+        """
+        Args:
+            completion: Carries the transfers.
+            indices: Of the handle's records, one for each transfer.
+            note: Called with what ended.
+            root: Number of the root that they are read from.
+            is_copy: What cannot be read here is looked for elsewhere, whatever is wrong with it.
+        """
         self.completion = completion
         self.root = root
         self.indices = indices
         self.note = note
+        self.is_copy = is_copy
+
+    def may_be_elsewhere(self, result: int) -> bool:
+        """Whether another root may have the record of a transfer that ended like this."""
+        return result == errno.ENOENT or (self.is_copy and outcome_of(result) not in _FINAL)
 
 
 class _Handle:
@@ -68,8 +87,12 @@ class _Handle:
 
     def done(self) -> bool:
         """True once no I/O can touch the caller's memory any more."""
-        self._collect()
-        return all(part.completion.done() for part in self._parts)
+        num_parts = -1
+        while num_parts != len(self._parts):  # what ended may go on elsewhere
+            num_parts = len(self._parts)
+            is_done = all(part.completion.done() for part in self._parts)
+            self._collect()
+        return is_done
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until done, without the GIL. Returns done()."""
@@ -101,14 +124,14 @@ class _Handle:
             ended = [(indices[position], result) for position, result in part.completion.take()]
             if ended:
                 part.note(ended)
-                elsewhere = self._look_elsewhere(ended)
+                elsewhere = self._look_elsewhere(part, ended)
                 for index, result in ended:
                     if index not in elsewhere:
                         self._results[index] = result
                         self._taken.append(index)
 
-    def _look_elsewhere(self, _ended: Sequence[tuple[int, int]]) -> Collection[int]:
-        """Those of the transfers that ended that go on in another part."""
+    def _look_elsewhere(self, _part: Part, _ended: Sequence[tuple[int, int]]) -> Collection[int]:
+        """Those of a part's transfers that ended that go on in another part."""
         return ()
 
     def _final(self) -> list[int]:
@@ -145,18 +168,18 @@ class LoadHandle(_Handle):
         self._again = None
         super().cancel()
 
-    def _look_elsewhere(self, ended: Sequence[tuple[int, int]]) -> Collection[int]:
-        missed = [index for index, result in ended if result == errno.ENOENT]
+    def _look_elsewhere(self, part: Part, ended: Sequence[tuple[int, int]]) -> Collection[int]:
+        missed = [index for index, result in ended if part.may_be_elsewhere(result)]
         if not missed or self._again is None:
             return ()
         elsewhere: set[int] = set()
-        for part in self._again(missed):
-            for index in part.indices:
-                self._roots[index] = part.root
+        for other in self._again(missed):
+            for index in other.indices:
+                self._roots[index] = other.root
                 elsewhere.add(index)
-            self._parts.append(part)
+            self._parts.append(other)
             if self._epoll is not None:
-                self._epoll.register(part.completion.fileno(), select.EPOLLIN)
+                self._epoll.register(other.completion.fileno(), select.EPOLLIN)
         return elsewhere
 
     def root_of(self, index: int) -> int:

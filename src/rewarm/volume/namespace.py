@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from rewarm.engine.base import NUM_ROOTS, Probe, ReadRecord, RecordTarget, Transfer
+from rewarm.engine.base import NUM_ROOTS, Priority, Probe, ReadRecord, RecordTarget, Transfer
 from rewarm.engine.record import KEY_BYTES
 from rewarm.engine.scan import scan_keys
 from rewarm.errors import UsageError
@@ -26,6 +27,25 @@ PROBE_DEADLINE_S = 5.0
 """A root that does not answer by then is taken to hold nothing."""
 FIRST_RECORDS = 64
 """Enough to keep a device busy for the 3 ms in which 2,000 more are prepared."""
+
+
+Targets: TypeAlias = Sequence[tuple[bytes, RecordTarget]]
+"""(key, where its payload is wanted)."""
+
+
+class Reads:
+    """What one load is to read, on whichever roots."""
+
+    def __init__(self, targets: Targets, deadline_s: float | None, priority: Priority) -> None:
+        for key, _ in targets:
+            _checked(key)
+        self.targets = targets
+        self.priority = priority
+        self._end = None if deadline_s is None else time.monotonic() + deadline_s
+
+    def left_s(self) -> float | None:
+        """Until the deadline; None: there is none."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
 class Namespace:
@@ -85,6 +105,10 @@ class Namespace:
 
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """Look into the file system for records, on every root that answers; the index learns what is there."""
+        return ProbeHandle(len(keys), self.look(keys))
+
+    def look(self, keys: Sequence[bytes]) -> list[Part]:
+        """The parts of a probe."""
         self._volume.check_usable()
         parts = []
         for number, (root, _) in enumerate(zip(self._volume.roots, self._indexes, strict=False)):
@@ -93,7 +117,7 @@ class Namespace:
             transfers = [Probe(root.paths.record(self.id, _checked(key)), number % NUM_ROOTS) for key in keys]
             completion = self._volume.engine.submit(transfers, deadline_s=PROBE_DEADLINE_S)
             parts.append(Part(completion, range(len(keys)), self._probe_note(number, keys)))
-        return ProbeHandle(len(keys), parts)
+        return parts
 
     def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None:
         """Another part of the server stored these records: on this root, or each on its first one where it is empty."""
@@ -124,45 +148,64 @@ class Namespace:
             if session is not None:
                 session.note(did, self.id, noted, tenant)
 
-    def load(self, targets: Sequence[tuple[bytes, RecordTarget]], deadline_s: float | None = None) -> LoadHandle:
+    def load(
+        self,
+        targets: Targets,
+        deadline_s: float | None = None,
+        *,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadHandle:
         """Start to load records.
 
         Args:
             targets: N (key, target) in the order in which they are wanted; target memory is ours until done.
             deadline_s: Seconds from now; what is not there by then is a TIMEOUT.
+            priority: STORE: behind all loads.
         Raises:
             VolumeClosed: The volume was closed.
             UsageError: A malformed key or target.
         """
+        order = Reads(targets, deadline_s, priority)
+        parts, refused = self.read(order, range(len(targets)))
+        return LoadHandle(len(targets), parts, refused, self.finder(order))
+
+    def read(self, order: Reads, positions: Sequence[int]) -> tuple[list[Part], list[int]]:
+        """Start to read some of the records of an order.
+
+        Returns:
+            The parts of a load, and those positions whose root cannot be asked now.
+        Raises:
+            VolumeClosed: The volume was closed.
+            UsageError: A malformed target; nothing is under way then.
+        """
         self._volume.check_usable()
-        for key, _ in targets:
-            _checked(key)
         refused: list[int] = []
         parts: list[Part] = []
         try:
-            for number, positions in self._by_root(targets):
+            for number, there in self._by_root(order.targets, positions):
                 if self._volume.roots[number].health.loads.is_on:
-                    refused += positions
+                    refused += there
                     continue
-                note = self._load_note(number, targets)
-                for some in _first_few_first(positions):
-                    completion = self._volume.engine.submit(self._reads(number, targets, some), deadline_s=deadline_s)
-                    parts.append(Part(completion, some, note, number))
+                parts += [self._submit(number, order, some) for some in _first_few_first(there)]
         except BaseException:
             for part in parts:
                 part.completion.cancel()  # the targets are the caller's again
             raise
-        again = self._finder(targets, None if deadline_s is None else time.monotonic() + deadline_s)
-        return LoadHandle(len(targets), parts, refused, again)
+        return parts, refused
 
-    def _finder(self, targets: Sequence[tuple[bytes, RecordTarget]], end: float | None) -> Again | None:
+    def _submit(self, number: int, order: Reads, positions: Sequence[int]) -> Part:
+        reads = self._reads(number, order.targets, positions)
+        completion = self._volume.engine.submit(reads, priority=order.priority, deadline_s=order.left_s())
+        return Part(completion, positions, self._load_note(number, order.targets), number)
+
+    def finder(self, order: Reads) -> Again | None:
         """What looks on the other roots for records that this process does not know: another one may have stored them
         there, since their first root failed or did not keep up then.
         """
         if len(self._indexes) == 1:
             return None
         left: dict[int, list[int]] = {}
-        for position, (key, _) in enumerate(targets):
+        for position, (key, _) in enumerate(order.targets):
             if not any(index.contains(key) for index in self._indexes):
                 left[position] = self._usable(key)[1:]
 
@@ -171,13 +214,7 @@ class Namespace:
             for position in missed:
                 if left.get(position):
                     by_root.setdefault(left[position].pop(0), []).append(position)
-            parts = []
-            for number, positions in by_root.items():
-                deadline_s = None if end is None else max(0.0, end - time.monotonic())
-                reads = self._reads(number, targets, positions)
-                completion = self._volume.engine.submit(reads, deadline_s=deadline_s)
-                parts.append(Part(completion, positions, self._load_note(number, targets), number))
-            return parts
+            return [self._submit(number, order, positions) for number, positions in by_root.items()]
 
         return again if any(left.values()) else None
 
@@ -186,18 +223,16 @@ class Namespace:
         order = self._volume.placement.order(key)
         return [number for number in order if not self._volume.roots[number].health.loads.is_on]
 
-    def _by_root(self, targets: Sequence[tuple[bytes, RecordTarget]]) -> Iterable[tuple[int, Sequence[int]]]:
-        """The positions of targets whose records are on each root, as far as is known."""
+    def _by_root(self, targets: Targets, positions: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+        """Those of the positions whose records are on each root, as far as is known."""
         if len(self._indexes) == 1:
-            return [(0, range(len(targets)))] if targets else []
+            return [(0, positions)] if positions else []
         by_root: dict[int, list[int]] = {}
-        for position, (key, _) in enumerate(targets):
-            by_root.setdefault(self._root_of(key), []).append(position)
+        for position in positions:
+            by_root.setdefault(self._root_of(targets[position][0]), []).append(position)
         return by_root.items()
 
-    def _reads(
-        self, number: int, targets: Sequence[tuple[bytes, RecordTarget]], positions: Sequence[int]
-    ) -> list[Transfer]:
+    def _reads(self, number: int, targets: Targets, positions: Sequence[int]) -> list[Transfer]:
         record_path = self._volume.roots[number].paths.records(self.id)
         namespace_id, payload_bytes = self.id, self.payload_bytes
         return [
@@ -226,6 +261,18 @@ class Namespace:
         self._volume.queue_stores(self, payloads, handle)
         return handle
 
+    def may_store(self, key: bytes) -> bool:
+        """Whether storing a record would write it now: its root takes stores, and does not have it. Asks the file
+        system.
+        """
+        root = self._volume.roots[self._root_of(key)]
+        if root.health.stores.is_on:
+            return False
+        is_there = os.path.exists(root.paths.record(self.id, key)) and not self._volume.is_damaged(self.id, key)
+        if is_there:
+            self._indexes[self._root_of(key)].add(key)
+        return not is_there
+
     def learn(self, root_number: int, key: bytes) -> None:
         """The volume's: a record is on a root now."""
         self._indexes[root_number].add(key)
@@ -239,6 +286,14 @@ class Namespace:
             if self._indexes[number].contains(key):
                 return number
         return (usable or self._volume.placement.order(key))[0]
+
+    def rescan(self) -> None:
+        """Learn anew which records are there; waits for the file system, while lookups go on with what was known."""
+        for number, root in enumerate(list(self._volume.roots)):
+            index = KeyIndex()
+            self._scan_root(root, index)
+            gone, self._indexes[number] = self._indexes[number], index
+            self._looks = [(index if look is gone else look, pause) for look, pause in self._looks]
 
     def _scan(self, roots: Sequence[tuple[Root, KeyIndex]]) -> None:
         started = time.monotonic()
@@ -256,7 +311,7 @@ class Namespace:
             root.health.note_load(error.errno or errno.EIO)
             self._volume.counters.add("rewarm_io_errors_total", 1, root.name)
 
-    def _load_note(self, number: int, targets: Sequence[tuple[bytes, RecordTarget]]) -> Note:
+    def _load_note(self, number: int, targets: Targets) -> Note:
         root = self._volume.roots[number]
 
         def note(ended: Sequence[tuple[int, int]]) -> None:

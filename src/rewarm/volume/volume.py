@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from rewarm.engine.base import Engine
+from rewarm.engine.base import NUM_ROOTS, Engine, Flow
 from rewarm.errors import BusyError, DamageError, RewarmError, StorageError, UsageError, VolumeClosed
 from rewarm.metrics import Counters
 from rewarm.volume.gauges import Gauges
@@ -160,10 +160,19 @@ class Volume:
         """What the opened roots may hold."""
         return sum(root.file.capacity_bytes for root in self.roots if root.is_member)
 
+    @property
+    def policy_directory(self) -> str:
+        """Where servers keep what they learned of their rates."""
+        return self.roots[0].paths.policy
+
     def shares(self) -> dict[str, float]:
         """The part of all chunks that lies on each root, by root_id."""
         total = self.capacity_bytes
         return {root.file.root_id: root.file.capacity_bytes / total for root in self.roots if root.is_member}
+
+    def flow(self, root_number: int) -> Flow:
+        """What the engine's reads of a root have brought so far."""
+        return self.engine.flow(root_number % NUM_ROOTS)
 
     def root_name(self, root_id: str) -> str:
         """The directory of a root that is open here, or was; its root_id, if none was."""

@@ -19,6 +19,8 @@ from rewarm.kv.planes import find_planes  # noqa: E402
 from rewarm.kv.worker import HostWorker, RankSetup, RankWorker  # noqa: E402
 from rewarm.metrics import LOAD_PARTS, Counters  # noqa: E402
 from rewarm.volume import Outcome, Volume, create_volume  # noqa: E402
+from rewarm.volume.host_tier import HostCounters  # noqa: E402
+from rewarm.volume.tiered import AnyVolume, TieredVolume  # noqa: E402
 
 NUM_BLOCKS, CHUNK_BLOCKS, LAYERS = 32, 4, 3
 IDENTITY = '{"kv":{}}'
@@ -34,7 +36,7 @@ DEVICES = [
 class Rank:
     """A KV cache, an engine, a volume and the worker over them."""
 
-    def __init__(self, root: Path, device: str, **changes: Any) -> None:
+    def __init__(self, root: Path, device: str, host: Path | None = None, **changes: Any) -> None:
         generator = torch.Generator().manual_seed(1)
         shape = (NUM_BLOCKS, 2, 16, 24)
         self.caches = {f"layers.{n}": torch.rand(shape, generator=generator).to(device) for n in range(LAYERS)}
@@ -44,12 +46,25 @@ class Rank:
         if device != "cpu":
             from rewarm.kv.staged import PinnedMemory
 
-            ring = PinnedMemory(2 * slot_bytes)
-        self.engine = open_engine(
-            EngineConfig(ring_bytes=2 * slot_bytes, slot_bytes=slot_bytes, ring_address=ring.address if ring else 0)
+            ring = PinnedMemory(4 * slot_bytes)
+        self.engine, host_engine = (
+            open_engine(
+                EngineConfig(
+                    ring_bytes=2 * slot_bytes,
+                    slot_bytes=slot_bytes,
+                    ring_address=ring.address + number * 2 * slot_bytes if ring else 0,
+                )
+            )
+            for number in range(2)
         )
+        self._engines = (self.engine, host_engine)
         self.counters = Counters()
-        self.volume = Volume.open([str(root)], engine=self.engine, counters=self.counters, janitor=False)
+        flash = Volume.open([str(root)], engine=self.engine, counters=self.counters, janitor=False)
+        self.volume: AnyVolume = flash
+        if host is not None:
+            counters = HostCounters(self.counters)
+            copies = Volume.open([str(host)], engine=host_engine, counters=counters, janitor=False)
+            self.volume = TieredVolume(flash, copies, self.counters)
         values = {"rank": 0, "may_store": True, "store_buffer_bytes": 8 * slot_bytes, "load_deadline_s": 30.0}
         setup = RankSetup(
             planes=planes,
@@ -96,7 +111,8 @@ class Rank:
     def close(self) -> None:
         self.worker.close()
         self.volume.close()
-        self.engine.close()
+        for engine in self._engines:
+            engine.close()
 
 
 @pytest.fixture
@@ -279,3 +295,47 @@ def test_a_load_tells_where_its_time_went_and_a_root_what_it_moved(rank: Rank, r
     assert rank.counters.value("rewarm_root_read_bytes_total", name) == 3 * record_bytes(payload)
     assert rank.counters.value("rewarm_root_read_seconds_total", name) > 0
     assert rank.counters.value("rewarm_kv_load_queue_bytes") == rank.counters.value("rewarm_kv_store_queue_bytes") == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_load_from_both_tiers_is_right_and_each_root_is_told_what_it_moved(
+    root: Path, tmp_path: Path, device: str
+) -> None:
+    host = tmp_path / "host"
+    create_volume([str(host)], capacity_bytes=64 << 20)
+    rank = Rank(root, device, host)
+    try:
+        payload, volume = rank.worker._setup.payload_bytes, rank.volume
+        assert isinstance(volume, TieredVolume)
+        before = {number: rank.blocks(ids_of(number)) for number in range(3)}
+        rank.store({CHUNKS[number]: ids_of(number) for number in range(3)})
+        stored_chunks(rank, 3)
+
+        def load_all(count: int) -> dict[str, int]:
+            """Root -> records that came from it."""
+            rank.forget()
+            rank.load([ChunkLoad(CHUNKS[n], array("q", ids_of(n))) for n in range(count)])
+            wait_loaded(rank)
+            assert all(torch.equal(rank.blocks(ids_of(n)), before[n]) for n in range(count))
+            assert not rank.worker.take_invalid_blocks()
+            report = rank.worker.take_report()
+            told = {root_id: num_bytes // payload for root_id, num_bytes in report.times["r"].root_bytes.items()}
+            assert volume.wait_promoted(WAIT_S)  # its reads count for flash, too
+            return {volume.root_name(root_id): num_records for root_id, num_records in told.items()}
+
+        assert load_all(2) == load_all(2) == {str(root): 2}
+        assert load_all(3) == {str(host): 2, str(root): 1}
+        copy = next(path for path in host.glob("*/??/*.rec") if path.stem == rank.worker._key(CHUNKS[1]).hex())
+        data = bytearray(copy.read_bytes())
+        data[-100] ^= 1
+        copy.write_bytes(data)
+        assert load_all(2) == {str(host): 1, str(root): 1}, "what is damaged comes from flash"
+        rank.worker.take_report()
+        from_host = rank.counters.value("rewarm_root_read_bytes_total", str(host)) // record_bytes(payload)
+        assert from_host in {3, 4}, "three that were good, and pieces of a fourth"
+        num_loaded, num_copied = 2 + 2 + 1 + 1, 2 + 1
+        from_flash = (num_loaded + num_copied) * record_bytes(payload)
+        assert rank.counters.value("rewarm_root_read_bytes_total", str(root)) == from_flash
+        assert rank.counters.value("rewarm_kv_loads_total", "damaged") == 0
+    finally:
+        rank.close()

@@ -378,10 +378,9 @@ class SchedulerSide:
 
     def _make_pilot(self, namespace_id: bytes) -> Pilot:
         setup = self._setup
-        roots = setup.volume.roots
         log = None
         if not setup.kv.read_only:
-            log = DecisionLog(roots[0].paths.policy, f"{host_name()}-{namespace_id.hex()[:16]}")
+            log = DecisionLog(setup.volume.policy_directory, f"{host_name()}-{namespace_id.hex()[:16]}")
         return Pilot(
             setup.kv.policy,
             counters=setup.counters,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rewarm.config import KvConfig
     from rewarm.kv.announcer import EventMaker
     from rewarm.metrics import Counters
-    from rewarm.volume import Volume
+    from rewarm.volume.tiered import AnyVolume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class SchedulerSetup:
     """What a scheduler's side is made of."""
 
     kv: KvConfig
-    volume: Volume
+    volume: AnyVolume
     counters: Counters
     identity: str
     """Canonical JSON of what all ranks share."""
@@ -54,7 +54,7 @@ def scheduler_setup(
     config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv: KvConfig,
-    volume: Volume,
+    volume: AnyVolume,
     counters: Counters,
     *,
     version: str,

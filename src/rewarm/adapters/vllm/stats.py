@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from rewarm.config import KvConfig, resolve
 from rewarm.errors import RewarmError
 from rewarm.metrics import BY_NAME, METRICS, Counters, Kind, Metric, Sample, is_newest
+from rewarm.volume.host_tier import host_root
+from rewarm.volume.layout import read_root_file
 
 _SAMPLES = "samples"
 _DETAILS = ("rewarm_root_", "rewarm_kv_decision_", "rewarm_kv_decisions_ended_")
@@ -112,7 +114,12 @@ def _roots_of(vllm_config: Any) -> list[str]:
     """The roots as ranks will name them; none where the configuration is one that they will refuse."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     with suppress(RewarmError):
-        return [os.path.realpath(root) for root in resolve(KvConfig, server=extra).config.roots]
+        kv = resolve(KvConfig, server=extra).config
+        roots = [os.path.realpath(root) for root in kv.roots]
+        if kv.host_bytes and roots:
+            with suppress(RewarmError):
+                roots.append(os.path.realpath(host_root(read_root_file(roots[0]).volume_id, kv.host_root)))
+        return roots
     return []
 
 
