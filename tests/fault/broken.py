@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rewarm.engine import pure_io
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 _whole = pure_io.write_record
 
 
-def _believe(transfer: ReadRecord, header_page: memoryview, payload: memoryview, stop: pure_io.Stop) -> int:
+def _believe(
+    transfer: ReadRecord,
+    header_page: memoryview,
+    payload: memoryview,
+    stop: pure_io.Stop,
+    moved: Callable[[int], None],
+) -> int:
     """Reads what lies under the name and checks nothing."""
     try:
         fd = os.open(transfer.path, os.O_RDONLY)
