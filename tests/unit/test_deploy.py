@@ -116,6 +116,7 @@ def test_metrics_of_the_server_are_those_that_vllm_has() -> None:
 
 
 def test_the_dashboard_follows_from_its_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     module = _script()
     monkeypatch.setattr(sys, "argv", ["grafana_dashboard.py", "--check"])
     assert module.main() == 0, "run: python scripts/grafana_dashboard.py"
