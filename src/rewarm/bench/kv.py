@@ -17,6 +17,7 @@ from rewarm.bench.cold import ColdCache
 from rewarm.bench.floor import FloorSide, open_floor
 from rewarm.bench.fs_tier import FsTierSide
 from rewarm.bench.gil import busy_neighbour, sleeper
+from rewarm.bench.host_tier import host_figures
 from rewarm.bench.index import index_figures
 from rewarm.bench.memory import Memory
 from rewarm.bench.reads import Contest, engine_of, read_cold, store_new
@@ -48,6 +49,7 @@ class Plan:
     """Of one request at a time, which goals stand on, and of the GIL's figures."""
     crowd_rounds: int = 3
     """Of several requests at once, and of stores."""
+    host_shape: Shape = _ONE[2]
     sleep_phase_s: float = 2.0
     index_records: int = 200_000
     index_rounds: int = 3
@@ -59,7 +61,8 @@ class Plan:
     @property
     def half_bytes(self) -> int:
         """Payload of the largest shape."""
-        return max(shape.num_bytes for shape in (*self.read_shapes, *self.store_shapes, self.gil_shape))
+        shapes = (*self.read_shapes, *self.store_shapes, self.gil_shape, self.host_shape)
+        return max(shape.num_bytes for shape in shapes)
 
     @property
     def filled_bytes(self) -> int:
@@ -72,14 +75,14 @@ class Plan:
     @property
     def need_bytes(self) -> int:
         """Room on the device: what each side keeps, what the floor keeps and writes anew, and the index's names."""
-        return self.filled_bytes * (MAX_ENGINES + 1) + self.half_bytes * 3 + GIB
+        return self.filled_bytes * (MAX_ENGINES + 1) + self.half_bytes * 3 + self.host_shape.num_bytes * 2 + GIB
 
     @property
     def num_steps(self) -> int:
         """Upper bound of progress steps, for the bar: a side's turn, or a round of the index."""
         sides = MAX_ENGINES + 2  # and the peer on two kinds of memory
         reads = sum(self._rounds_of(shape) for shape in self.read_shapes) * sides
-        return reads + len(self.store_shapes) * self.crowd_rounds * sides + self.rounds * 6 + self.index_rounds + 2
+        return reads + len(self.store_shapes) * self.crowd_rounds * sides + self.rounds * 8 + self.index_rounds + 2
 
     def _rounds_of(self, shape: Shape) -> int:
         return self.rounds if shape.num_requests == 1 else self.crowd_rounds
@@ -180,6 +183,18 @@ def _figures(bench: _Run, contest: Contest) -> Iterator[Figure]:
     for shape in plan.store_shapes:
         yield from store_new(contest, shape, rounds=plan.crowd_rounds, step=step)
     yield from busy_neighbour(contest, plan.gil_shape, rounds=plan.rounds, step=step)
+    try:
+        yield from host_figures(
+            bench.directory,
+            plan.host_shape,
+            kind=plan.engines[0] if plan.engines else "auto",
+            memory=bench.memory,
+            cold=bench.cold,
+            rounds=plan.rounds,
+            step=step,
+        )
+    except UnsupportedError as missing:
+        bench.notes.append(missing.message)
     yield sleeper(contest, plan.gil_shape, rounds=plan.rounds, phase_s=plan.sleep_phase_s, step=step)
     if plan.index_records:
         directory = bench.directory / "index"

@@ -171,7 +171,7 @@ class TieredNamespace:
     """Made by TieredVolume.namespace(); the calls are those of Namespace."""
 
     def __init__(self, flash: Namespace, host: Namespace | None, promoter: Promoter | None, counters: Counters) -> None:
-        self._flash = flash
+        self.flash = flash
         self._host = host
         self._promoter = promoter
         self._counters = counters
@@ -181,23 +181,23 @@ class TieredNamespace:
 
     def __len__(self) -> int:
         """Records that this process knows to be on flash."""
-        return len(self._flash)
+        return len(self.flash)
 
     @property
     def index_bytes(self) -> int:
         """Memory that both indexes take."""
-        return self._flash.index_bytes + (self._host.index_bytes if self._host else 0)
+        return self.flash.index_bytes + (self._host.index_bytes if self._host else 0)
 
     def wait_scanned(self, timeout_s: float | None = None) -> bool:
         """As Namespace.wait_scanned(), for both."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        is_scanned = self._flash.wait_scanned(timeout_s)
+        is_scanned = self.flash.wait_scanned(timeout_s)
         left_s = None if end is None else max(0.0, end - time.monotonic())
         return is_scanned and (self._host is None or self._host.wait_scanned(left_s))
 
     def contains(self, key: bytes) -> bool:
         """As Namespace.contains(), in either."""
-        return self._flash.contains(key) or self.is_in_host(key)
+        return self.flash.contains(key) or self.is_in_host(key)
 
     def is_in_host(self, key: bytes) -> bool:
         """Whether this process knows of a copy in the host tier; in memory only."""
@@ -205,32 +205,32 @@ class TieredNamespace:
 
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """As Namespace.probe(), in both."""
-        parts = self._flash.look(keys)
+        parts = self.flash.look(keys)
         return ProbeHandle(len(keys), parts if self._host is None else [*parts, *self._host.look(keys)])
 
     def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None:
         """As Namespace.note_present()."""
-        self._flash.note_present(keys, root_id)
+        self.flash.note_present(keys, root_id)
 
     def note_absent(self, keys: Sequence[bytes]) -> None:
         """As Namespace.note_absent(), in both."""
-        self._flash.note_absent(keys)
+        self.flash.note_absent(keys)
         if self._host is not None:
             self._host.note_absent(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """As Namespace.touch(): a use of a copy is one of the record too, which flash is to keep."""
-        self._flash.touch(keys)
+        self.flash.touch(keys)
         if self._host is not None:
             self._host.touch([key for key in keys if self._host.contains(key)])
 
     def own(self, keys: Sequence[bytes], tenant: bytes) -> None:
         """As Namespace.own(): quotas are kept on flash."""
-        self._flash.own(keys, tenant)
+        self.flash.own(keys, tenant)
 
     def store(self, payloads: Sequence[tuple[bytes, int]]) -> StoreHandle:
         """As Namespace.store(), on flash."""
-        return self._flash.store(payloads)
+        return self.flash.store(payloads)
 
     def load(self, targets: Targets, deadline_s: float | None = None) -> LoadHandle:
         """As Namespace.load(): from the host tier what is known to be there, from flash the rest, at the same time.
@@ -248,7 +248,7 @@ class TieredNamespace:
                 copies, refused = self._host.read(order, in_host)
                 in_host = sorted(set(in_host) - set(refused))
             elsewhere = sorted(set(range(len(targets))) - set(in_host)) if in_host else range(len(targets))
-            parts, refused = self._flash.read(order, elsewhere)
+            parts, refused = self.flash.read(order, elsewhere)
         except BaseException:
             for part in copies:
                 part.completion.cancel()  # the targets are the caller's again
@@ -263,14 +263,14 @@ class TieredNamespace:
 
     def _finder(self, order: Reads, in_host: set[int]) -> Again | None:
         """What looks on flash for what the host tier did not have."""
-        again = self._flash.finder(order)
+        again = self.flash.finder(order)
         if not in_host and again is None:
             return None
 
         def look(missed: Sequence[int]) -> list[Part]:
             not_copied = [position for position in missed if position in in_host]
             in_host.difference_update(not_copied)
-            parts, _ = self._flash.read(order, not_copied) if not_copied else ([], ())
+            parts, _ = self.flash.read(order, not_copied) if not_copied else ([], ())
             not_first = sorted(set(missed) - set(not_copied))
             parts += again(not_first) if again is not None and not_first else []
             return [self._as_record(part, order.targets) for part in parts]
@@ -294,7 +294,7 @@ class TieredNamespace:
             part.note(ended)
             if self._promoter is not None and self._host is not None:
                 used = [targets[index][0] for index, result in ended if outcome_of(result) is Outcome.HIT]
-                self._promoter.put(self._flash, self._host, used)
+                self._promoter.put(self.flash, self._host, used)
 
         return Part(part.completion, part.indices, note, HOST_ROOT + 1 + part.root)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rewarm.bench import kv
+from rewarm.bench import host_tier, kv
 from rewarm.bench.arms import Shape
 from rewarm.bench.goals import GOALS_FILE, read_goals, unmeasured
 from rewarm.bench.index import make_named_volume, run_child
@@ -17,12 +17,14 @@ from rewarm.bench.memory import Memory
 from rewarm.bench.volume_side import VolumeSide
 from rewarm.errors import DamageError, StorageError
 from rewarm.units import KIB, MIB
+from rewarm.volume import promote
 
 SMALL = Shape(64 * KIB, 1, MIB)
 TINY = kv.Plan(
     read_shapes=(SMALL, Shape(64 * KIB, 4, 256 * KIB)),
     store_shapes=(SMALL,),
     gil_shape=SMALL,
+    host_shape=SMALL,
     rounds=1,
     crowd_rounds=1,
     sleep_phase_s=0.01,
@@ -42,6 +44,8 @@ def test_a_run_gives_every_figure_and_leaves_nothing(root: Path) -> None:
         "kv.cpu.64KiB.x1",
         "kv.read.64KiB.x4",
         "kv.store.64KiB",
+        "kv.host.64KiB",
+        "kv.host_half.64KiB",
         "kv.gil.load_added_by_thread",
         "kv.gil.load_added_by_process",
         "kv.gil.sleep_1ms_p99",
@@ -100,3 +104,20 @@ def test_the_index_bench_counts_what_is_there(tmp_path: Path) -> None:
     assert found["lookups_ms"] > 0
     with pytest.raises(StorageError, match="the index bench's process failed"):
         run_child(tmp_path / "volume", 3000)  # half of the keys were never made
+
+
+def test_without_memory_for_a_host_tier_it_is_left_out_and_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "file_system_type", lambda _path: 0xEF53)
+    plan = replace(TINY, with_peer=False, engines=("pure",), index_records=0)
+    report = kv.run(root, plan, command="")
+    assert not [figure.name for figure in report.figures if figure.name.startswith("kv.host")]
+    assert report.notes == ["no host tier: /dev/shm is no tmpfs here"]
+
+
+def test_a_figure_of_a_host_tier_without_its_copies_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came from flash must not be told as memory's."""
+    monkeypatch.setattr(promote.Promoter, "_copy", lambda *_: "failed")
+    plan = replace(TINY, with_peer=False, engines=("pure",), index_records=0)
+    with pytest.raises(StorageError, match="did not come from the tier where it should be"):
+        kv.run(root, plan, command="")
+    assert list(root.iterdir()) == []

@@ -140,7 +140,7 @@ def test_a_record_that_flash_evicted_is_still_served_from_its_copy(tier: Tier) -
     tier.promoted([4])
     record_path(tier.flash_root, tier.namespace, 4).unlink()
     assert load(tier.namespace, [4]) == [HIT]
-    tier.namespace._flash.note_absent([key(4)])
+    tier.namespace.flash.note_absent([key(4)])
     assert tier.namespace.contains(key(4))
     tier.namespace.note_absent([key(4)])
     assert not tier.namespace.contains(key(4))
@@ -159,7 +159,7 @@ def test_a_second_server_finds_what_the_first_promoted_within_a_look(bench: Benc
     first, second = Tier(bench, tmp_path), Tier(bench, tmp_path)
     first.promoted(range(4))
     wait_for(lambda: second.namespace.is_in_host(key(3)), "a look at the host tier")
-    store_only = [n for n in range(4) if second.namespace._flash.contains(key(n))]
+    store_only = [n for n in range(4) if second.namespace.flash.contains(key(n))]
     assert store_only == []
     assert roots_of(second.namespace, range(4)) == [HOST_ROOT] * 4
     # And what both use is copied once.
