@@ -135,7 +135,7 @@ def test_a_volume_that_one_may_only_read_is_not_changed(
 
 @pytest.mark.parametrize(
     "words",
-    [("info",), ("top", "--count", "1"), ("verify",), ("evict", "--until", "50%"), ("export", "--to", "kv.tar")],
+    [("info",), ("top", "--once"), ("verify",), ("evict", "--until", "50%"), ("export", "--to", "kv.tar")],
 )
 def test_a_volume_that_one_may_not_enter(words: tuple[str, ...], root: str, place: Path, capsys: Captured) -> None:
     assert run(cli, ["volume", "info", root, "-q"]) == 0

@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import glob
 import hashlib
-import itertools
 import os
 import sys
 import time
@@ -16,11 +15,11 @@ from typing import Any, BinaryIO
 
 import click
 
-from rewarm.cli import volume_quota, volume_roots
-from rewarm.cli.common import check_between, json_option, note, print_json, print_table, progress, quiet_option
+from rewarm.cli import volume_quota, volume_roots, volume_top
+from rewarm.cli.common import json_option, note, print_json, print_table, progress, quiet_option
 from rewarm.config import KvConfig, resolve
 from rewarm.errors import ExitCode, StorageError, UsageError
-from rewarm.units import MIB, format_rate, format_size, parse_size
+from rewarm.units import MIB, format_size, parse_size
 from rewarm.volume import create_volume
 from rewarm.volume.archive import Exported, export_archive, import_archive
 from rewarm.volume.evict import Evicted, choose, evict_until, purge
@@ -41,12 +40,13 @@ _SMALL_CHUNK_BYTES = 4 * MIB
 
 @click.group("volume")
 def command() -> None:
-    """Create, look into, verify, empty, export and import volumes."""
+    """Create, look into, watch, verify, empty, export and import volumes."""
 
 
 command.add_command(volume_quota.command)
 command.add_command(volume_roots.add)
 command.add_command(volume_roots.remove)
+command.add_command(volume_top.command)
 
 _roots = click.argument("roots", nargs=-1, required=True, metavar="DIR...")
 
@@ -219,63 +219,6 @@ def _print_values(values: dict[str, str]) -> None:
     width = max(map(len, values), default=0)
     for name in sorted(values):
         click.echo(f"  {name:<{width}}  {values[name]}")
-
-
-@command.command("top")
-@_roots
-@click.option("--interval", default=1.0, type=float, help="Seconds between two looks, 0.05 to 3600.")
-@click.option("--count", default=0, type=click.IntRange(min=0), help="Looks; 0: until Ctrl-C, and 1 with --json.")
-@json_option
-def top(roots: Sequence[str], interval: float, count: int, as_json: bool) -> None:
-    """Watch what is stored and evicted, root by root."""
-    check_between("--interval", interval, 0.05, 3600, "seconds")
-    files = read_roots(roots)
-    before = [root_info(root, file) for root, file in files.items()]
-    looks = []
-    for number in itertools.count(1):
-        time.sleep(interval)
-        now = [root_info(root, file) for root, file in files.items()]
-        rows = [_rates(a, b, interval) for a, b in zip(before, now, strict=True)]
-        looks.append(rows)
-        before = now
-        if not as_json:
-            _print_rates(rows, is_first=number == 1)
-            looks.clear()
-        if number == (count or int(as_json)):
-            break
-    if as_json:
-        print_json({"schema": "rewarm.volume.top/1", "interval_seconds": interval, "looks": looks})
-
-
-def _rates(before: RootInfo, now: RootInfo, seconds: float) -> dict[str, Any]:
-    return {
-        "path": now.path,
-        "used_bytes": now.usage.used_bytes,
-        "capacity_bytes": now.file.capacity_bytes,
-        "stored_bytes_per_second": max(0, now.usage.reserved_bytes - before.usage.reserved_bytes) / seconds,
-        "evicted_bytes_per_second": max(0, now.usage.evicted_bytes - before.usage.evicted_bytes) / seconds,
-        "wanted_bytes": now.usage.pressure_bytes,
-        "pids": now.pids,
-    }
-
-
-def _print_rates(rows: Sequence[dict[str, Any]], *, is_first: bool) -> None:
-    if sys.stdout.isatty() and not is_first:
-        click.echo(f"\x1b[{len(rows) + 1}A\x1b[J", nl=False)
-    print_table(
-        ("root", "used", "of", "stored", "evicted", "processes"),
-        [
-            (
-                row["path"],
-                format_size(row["used_bytes"]),
-                format_size(row["capacity_bytes"]),
-                format_rate(row["stored_bytes_per_second"], 1),
-                format_rate(row["evicted_bytes_per_second"], 1),
-                str(len(row["pids"])),
-            )
-            for row in rows
-        ],
-    )
 
 
 @command.command("verify")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 from rewarm.volume.layout import DIR_MODE, RootPaths, open_regular, read_small_file
+from rewarm.volume.live import LIVE_FILE
 from rewarm.volume.quota import NO_TENANT
 
 ENTRY = struct.Struct("<B7s32s32s")
@@ -42,7 +43,7 @@ class Did(IntEnum):
 
 
 class Session:
-    """Made by a process that stores or loads, on each of its roots. Thread-safe; only flush() does I/O."""
+    """Made by a process that stores or loads, on each of its roots. Thread-safe; only flush() and tell() do I/O."""
 
     def __init__(self, paths: RootPaths) -> None:
         name = f"{os.getpid()}-{os.urandom(6).hex()}"
@@ -52,7 +53,7 @@ class Session:
         self._file_number = 0
         self._file_bytes = 0
         self._temporary_number = 0
-        self._lock_descriptor = self._log_descriptor = -1
+        self._lock_descriptor = self._log_descriptor = self._live_descriptor = -1
         # Locked before it has its name, so that no janitor takes it for a dead one.
         unnamed = os.path.join(paths.sessions, f"{NEW_PREFIX}{name}")
         os.mkdir(unnamed, DIR_MODE)
@@ -100,6 +101,18 @@ class Session:
         """Say how many bytes this process has reserved and not yet in place: who counts the root adds them."""
         os.pwrite(self._lock_descriptor, num_bytes.to_bytes(8, "little"), 0)
 
+    def tell(self, content: bytes) -> None:
+        """Say how this process does, to whoever watches.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if not content:
+            return
+        if self._live_descriptor < 0:
+            self._live_descriptor = open_regular(os.path.join(self.directory, LIVE_FILE), os.O_RDWR | os.O_CREAT)
+        os.pwrite(self._live_descriptor, content, 0)
+
     def temporary_path(self) -> str:
         """A name for a record while it is written; the janitor removes it if this process dies."""
         with self._lock:
@@ -111,6 +124,9 @@ class Session:
         with suppress(OSError):
             self.flush()
         self._close_log()
+        if self._live_descriptor >= 0:
+            os.close(self._live_descriptor)
+            self._live_descriptor = -1
         if self._lock_descriptor >= 0:
             os.close(self._lock_descriptor)
             self._lock_descriptor = -1
@@ -172,7 +188,8 @@ class SessionReader:
 
     def remove(self) -> None:
         """Remove the directory of a dead session with its temporaries."""
-        names = [name for name in os.listdir(self.directory) if name == "lock" or name.startswith(_OWN_PREFIXES)]
+        own = {"lock", LIVE_FILE}
+        names = [name for name in os.listdir(self.directory) if name in own or name.startswith(_OWN_PREFIXES)]
         for name in sorted(names, key="lock".__eq__):  # the lock last: a half-removed session is still a dead one
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.directory, name))

@@ -120,6 +120,7 @@ class StoreThread:
                 self._since = None
             if time.monotonic() >= next_housekeeping or not is_open:
                 self._flush()
+                self._tell()
                 self._housekeep()
                 next_housekeeping = time.monotonic() + HOUSEKEEPING_S
 
@@ -276,6 +277,14 @@ class StoreThread:
         end = time.monotonic() + ROOM_WAIT_S
         while self._usage.read().pressure_bytes and time.monotonic() < end and not self._stop.wait(_ROOM_STEP_S):
             pass
+
+    def _tell(self) -> None:
+        """Say how this process does, to whoever watches; on a root that fails, what was said there last stays."""
+        session, health = self._root.session, self._root.health
+        is_failing = health.loads.is_on or (health.stores.is_on and health.store_error not in _FULL)
+        if session is not None and not is_failing and self._root.is_mounted():
+            with suppress(OSError):
+                session.tell(self._volume.live_report())
 
     def _flush(self) -> None:
         session = self._root.session

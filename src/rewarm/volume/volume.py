@@ -23,6 +23,7 @@ from rewarm.volume.layout import (
     read_root_file,
     write_namespace_file,
 )
+from rewarm.volume.live import LiveReport
 from rewarm.volume.members import WatchedMembers, current_roots, members_of
 from rewarm.volume.namespace import Namespace
 from rewarm.volume.open_root import Root
@@ -84,6 +85,7 @@ class Volume:
         """How often a root was added or removed since the volume was opened."""
         self._store_threads: list[StoreThread] = []
         self._gauges = Gauges(self, rated_dwpd)
+        self._live = LiveReport(self)
         self.counters.watch(self._gauges.at_hand)
         if not read_only:
             self._store_threads = [StoreThread(self, number, self._housekeep) for number in range(len(self.roots))]
@@ -207,6 +209,10 @@ class Volume:
     def note_wear(self, root_number: int, wear: Wear, now_s: float) -> None:
         """What was written to a root by all processes: there may be room in its store budget again."""
         self._store_threads[root_number].note_wear(wear, now_s)
+
+    def live_report(self) -> bytes:
+        """What this process says of itself to whoever watches, as of now or half a second ago."""
+        return self._live.content()
 
     def used_bytes(self) -> int:
         """What the opened roots hold, of all namespaces and processes; asks the file system."""
