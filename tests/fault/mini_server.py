@@ -308,7 +308,12 @@ class MiniServer:
         raise AssertionError(f"waited {MAX_STEPS} steps for {what}")
 
     def forget_device_cache(self) -> None:
-        """Empty vLLM's own prefix cache and poison the memory: what is found after this comes from storage."""
+        """Empty vLLM's own prefix cache and poison the memory: what is found after this comes from storage.
+
+        Steps on while a connector keeps blocks of finished requests.
+        """
+        if not self.scheduler.has_unfinished_requests():
+            self.drain(lambda: not self.scheduler.requests, "the blocks that are held for stores")
         assert self.scheduler.reset_prefix_cache(), "requests still hold blocks"
         self.poison()
 

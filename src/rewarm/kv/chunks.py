@@ -127,6 +127,8 @@ class StepReport:
     """Ranks that this report is from."""
     store_room: int = 0
     """Stores that could be staged at once now, where there is least room."""
+    store_stuck_s: float = 0.0
+    """Seconds in which no store that is under way has ended, where that is longest; 0: none is under way."""
 
     layouts: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Rank -> (canonical JSON of the layout of its planes, bytes of its part of a chunk); told once."""
@@ -155,6 +157,7 @@ class StepReport:
         self.elsewhere.update(other.elsewhere)
         self.step = max(self.step, other.step)
         self.store_room = min(self.store_room, other.store_room)
+        self.store_stuck_s = max(self.store_stuck_s, other.store_stuck_s)
         self.num_ranks += other.num_ranks
         pairs = ((self.stored, other.stored), (self.dropped, other.dropped), (self.put_off, other.put_off))
         for mine, theirs in pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rewarm.engine import Engine, EngineConfig, open_engine
@@ -69,24 +70,29 @@ class RankSide:
         self.slot_bytes = record_bytes(planes.block_bytes * chunk_blocks)
         self.ring_bytes = max(kv.ring_bytes // self.slot_bytes, 2) * self.slot_bytes
         self.ring = _pinned_ring(planes, self.ring_bytes * (2 if kv.host_bytes else 1))
-        self.engine = self._open_engine(kv, num_workers_for(kv.roots), 0)
-        self.engines = [self.engine]
-        if kv.host_bytes:  # its own workers and ring: what is in memory waits for no device
-            self.engines.append(self._open_engine(kv, num_workers_in_memory(), self.ring_bytes))
-        self.volume = open_volume(kv, self.engine, counters, janitor=False, host_engine=self.engines[-1])
-        self.setup = RankSetup(
-            planes=planes,
-            chunk_blocks=chunk_blocks,
-            rank=rank,
-            may_store=may_store and not kv.read_only,
-            volume=self.volume,
-            engine=self.engine,
-            store_buffer_bytes=kv.store_buffer_bytes
-            or max(MIN_STORE_BUFFER_BYTES, min(step_bytes, MAX_STORE_BUFFER_BYTES)),
-            load_deadline_s=kv.load_deadline_s,
-            counters=counters,
-        )
-        self.worker = worker(self.setup, self.ring)
+        with ExitStack() as undo:
+            self.engine = self._open_engine(kv, num_workers_for(kv.roots), 0)
+            undo.callback(self.engine.close)
+            self.engines = [self.engine]
+            if kv.host_bytes:  # its own workers and ring: what is in memory waits for no device
+                self.engines.append(self._open_engine(kv, num_workers_in_memory(), self.ring_bytes))
+                undo.callback(self.engines[-1].close)
+            self.volume = open_volume(kv, self.engine, counters, janitor=False, host_engine=self.engines[-1])
+            undo.callback(self.volume.close)
+            self.setup = RankSetup(
+                planes=planes,
+                chunk_blocks=chunk_blocks,
+                rank=rank,
+                may_store=may_store and not kv.read_only,
+                volume=self.volume,
+                engine=self.engine,
+                store_buffer_bytes=kv.store_buffer_bytes
+                or max(MIN_STORE_BUFFER_BYTES, min(step_bytes, MAX_STORE_BUFFER_BYTES)),
+                load_deadline_s=kv.load_deadline_s,
+                counters=counters,
+            )
+            self.worker = worker(self.setup, self.ring)
+            undo.pop_all()
 
     def close(self) -> None:
         """Wait a bounded time for stores, then let go of everything."""

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -153,6 +153,7 @@ class RankWorker(ABC):
         report, self._report = self._report, StepReport(step=self._report.step)
         report.delivered = self._take_flows()
         report.store_room = self._buffer.num_free
+        report.store_stuck_s = self._buffer.stuck_s()
         counters = self._setup.counters
         num_open = sum(load.left for load in self._loads.values())
         counters.set("rewarm_kv_load_queue_bytes", num_open * self._setup.payload_bytes)
@@ -277,21 +278,18 @@ class RankWorker(ABC):
                     load.left -= 1
         return delivered
 
-    def _note_stored(self, chunks: Sequence[bytes], results: Sequence[bool], num_written: int) -> None:
-        counters = self._setup.counters
-        for chunk, is_stored in zip(chunks, results, strict=True):
-            counts = self._report.stored if is_stored else self._report.dropped
-            counts[chunk] = counts.get(chunk, 0) + 1
-        num_stored = sum(results)
-        counters.add("rewarm_kv_stores_total", num_written, "stored")
-        counters.add("rewarm_kv_stores_total", num_stored - num_written, "skipped")
-        counters.add("rewarm_kv_stores_total", len(results) - num_stored, "failed")
-        counters.add("rewarm_kv_store_bytes_total", num_written * self._setup.payload_bytes)
+    def _note_stored(self, chunk: bytes, *, is_stored: bool, is_written: bool) -> None:
+        counts = self._report.stored if is_stored else self._report.dropped
+        counts[chunk] = counts.get(chunk, 0) + 1
+        outcome = "stored" if is_written else "skipped" if is_stored else "failed"
+        self._setup.counters.add("rewarm_kv_stores_total", 1, outcome)
+        self._setup.counters.add("rewarm_kv_store_bytes_total", is_written * self._setup.payload_bytes)
 
     def _reap(self, buffer: StoreBuffer, wait_s: float) -> None:
-        for chunks, handle in buffer.reap(wait_s):
-            self._note_stored(chunks, handle.results(), handle.num_written)
-            self._report.elsewhere.update(handle.elsewhere)
+        for chunk, handle, is_stored, is_written in buffer.reap(wait_s):
+            self._note_stored(chunk, is_stored=is_stored, is_written=is_written)
+            if root_id := handle.elsewhere.get(self._key(chunk)):
+                self._report.elsewhere[self._key(chunk)] = root_id
 
     def _take_slot(self, buffer: StoreBuffer) -> int:
         """Address of a slot for one payload; 0: none is free, and the step does not wait for one."""
@@ -307,14 +305,30 @@ class RankWorker(ABC):
             self._report.put_off[chunk] = self._report.put_off.get(chunk, 0) + 1
 
 
+@dataclass(slots=True)
+class _Writes:
+    """Writes that were handed over together."""
+
+    handle: StoreHandle
+    staged: list[tuple[bytes, int]]
+    """Chunk id and slot of each."""
+    left: int
+    """How many have not ended."""
+
+
 class StoreBuffer:
     """Host memory in slots of one payload each, and the writes that are under way out of them. Thread-safe."""
 
-    def __init__(self, address: int, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, address: int, num_slots: int, slot_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._lock = threading.Lock()
+        self._clock = clock
         self._free = [address + slot * slot_bytes for slot in reversed(range(num_slots))]
         self._num_slots = num_slots
-        self._writes: deque[tuple[StoreHandle, list[tuple[bytes, int]]]] = deque()
+        self._writes: deque[_Writes] = deque()
+        self._got_on = 0.0
+        """When a write ended last, or began to be the only one."""
 
     def take(self) -> int:
         """Address of a free slot; 0: none is free."""
@@ -324,27 +338,36 @@ class StoreBuffer:
     def write(self, handle: StoreHandle, staged: list[tuple[bytes, int]]) -> None:
         """Note a write of ``staged`` (chunk id, slot); the slots come back when it ends."""
         with self._lock:
-            self._writes.append((handle, staged))
+            if not self._writes:
+                self._got_on = self._clock()
+            self._writes.append(_Writes(handle, staged, len(staged)))
 
-    def reap(self, wait_s: float = 0.0) -> list[tuple[list[bytes], StoreHandle]]:
-        """(chunk ids, handle) of writes that have ended.
+    def reap(self, wait_s: float = 0.0) -> list[tuple[bytes, StoreHandle, bool, bool]]:
+        """(chunk id, handle, whether it is in the volume now, whether that was written) of writes that have ended.
 
         Waits at most ``wait_s`` for the oldest.
         """
         with self._lock:
-            oldest = self._writes[0][0] if self._writes else None
+            oldest = self._writes[0].handle if self._writes else None
         if wait_s > 0 and oldest is not None:
             oldest.wait(wait_s)
         ended = []
         with self._lock:
-            for _ in range(len(self._writes)):
-                handle, staged = self._writes.popleft()
-                if not handle.done():
-                    self._writes.append((handle, staged))
-                    continue
-                self._free.extend(address for _, address in staged)
-                ended.append(([chunk for chunk, _ in staged], handle))
+            for writes in self._writes:
+                for index, is_stored, is_written in writes.handle.take():
+                    chunk, address = writes.staged[index]
+                    self._free.append(address)
+                    ended.append((chunk, writes.handle, is_stored, is_written))
+                    writes.left -= 1
+            if ended:
+                self._got_on = self._clock()
+                self._writes = deque(writes for writes in self._writes if writes.left)
         return ended
+
+    def stuck_s(self) -> float:
+        """Seconds in which none of the writes that are under way has ended, as far as reap() saw; 0: there is none."""
+        with self._lock:
+            return self._clock() - self._got_on if self._writes else 0.0
 
     @property
     def num_free(self) -> int:

@@ -6,11 +6,11 @@ import errno
 import select
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum
 
 from rewarm.engine.base import Completion, Times
-from rewarm.errors import BusyError
+from rewarm.errors import BusyError, RewarmError
 
 
 class Outcome(IntEnum):
@@ -233,15 +233,25 @@ class StoreHandle:
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._results: list[bool | None] = [None] * count
+        self._ended: list[tuple[int, bool, bool]] = []
         self._open = count
-        self.num_written = 0
-        """Of those that are in the volume now, how many this store wrote: the others were there already."""
         self.elsewhere: dict[bytes, str] = {}
         """Key -> root_id, of those that are on another root than their first one: that one fails, or cannot keep up."""
 
     def done(self) -> bool:
-        """True once the payload memory is the caller's again."""
+        """True once all of the payload memory is the caller's again."""
         return self._open == 0
+
+    def take(self) -> list[tuple[int, bool, bool]]:
+        """What came to its end since the last take, in that order.
+
+        Returns:
+            (index, whether the record is in the volume now, whether this store wrote it: else it was there already).
+            Its payload memory is the caller's again.
+        """
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until done. Returns done()."""
@@ -259,7 +269,22 @@ class StoreHandle:
         with self._changed:
             if self._results[index] is None:
                 self._results[index] = is_stored
-                self.num_written += is_written
+                self._ended.append((index, is_stored, is_written))
                 self._open -= 1
                 if not self._open:
                     self._changed.notify_all()
+
+
+def as_they_end(completion: Completion, count: int) -> Iterator[tuple[int, int]]:
+    """(index, result) of each of a batch's N transfers as soon as it is final. Blocks in between, without the GIL."""
+    ended = select.poll()
+    try:
+        ended.register(completion.fileno(), select.POLLIN)
+    except (OSError, RewarmError):  # this process has no descriptor left: all of them at the end, then
+        completion.wait()
+    while count:
+        found = completion.take()
+        count -= len(found)
+        yield from found
+        if count:
+            ended.poll()

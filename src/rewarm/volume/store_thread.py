@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rewarm.engine.base import NUM_ROOTS, Priority, WriteRecord
 from rewarm.errors import RewarmError
+from rewarm.volume.handles import as_they_end
 from rewarm.volume.session import Did
 from rewarm.volume.usage import UsageFile
 from rewarm.volume.wear import DAY_HOURS, Wear
@@ -240,27 +241,34 @@ class StoreThread:
             )
             for item in group[:granted]
         ]
-        not_written = granted
+        counters = self._volume.counters
+        write_s = 0.0
+        written: list[int] = []
         full: list[StoreItem] = []
         try:
             completion = self._volume.engine.submit(transfers, priority=Priority.STORE)
-            completion.wait()
-            self._volume.counters.add("rewarm_root_write_seconds_total", completion.times().total_s, self._root.name)
-            for item, result in zip(group[:granted], completion.results(), strict=True):
-                if result == 0:
-                    not_written -= 1
-                    self._volume.counters.add("rewarm_root_written_bytes_total", record_bytes, self._root.name)
-                    self._learn(item, is_written=True)
-                    session.note(Did.STORED, item.namespace.id, (item.key,))
-                elif result in _FULL:
-                    full.append(item)
-                    continue
-                else:
-                    self._volume.counters.add("rewarm_io_errors_total", 1, self._root.name)
-                self._root.health.note_store(result)
+            try:
+                for index, result in as_they_end(completion, granted):
+                    item = group[index]
+                    before_s, write_s = write_s, completion.times().total_s
+                    counters.add("rewarm_root_write_seconds_total", write_s - before_s, self._root.name)
+                    if result == 0:
+                        written.append(index)
+                        counters.add("rewarm_root_written_bytes_total", record_bytes, self._root.name)
+                        self._learn(item, is_written=True)
+                    elif result in _FULL:
+                        full.append(item)
+                        continue
+                    else:
+                        counters.add("rewarm_io_errors_total", 1, self._root.name)
+                    self._root.health.note_store(result)
+            finally:
+                completion.wait()  # nobody may be told that a record's memory is free while it is read
+                for index in sorted(written):  # in the order of their context, whichever ended first
+                    session.note(Did.STORED, group[index].namespace.id, (group[index].key,))
         finally:
             # In this order: who counts in between counts too much, never too little.
-            if not_written:
+            if not_written := granted - len(written):
                 self._usage.give_back(not_written * record_bytes, pressure_bytes=2 * len(full) * record_bytes)
             session.set_inflight(0)
         return full

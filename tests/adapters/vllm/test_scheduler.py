@@ -13,13 +13,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 import mini_server
 from mini_server import BLOCK_TOKENS, CHUNK_TOKENS, MiniServer
 
-from rewarm.adapters.vllm.held import HOLD_S, HeldRequests
+from rewarm.adapters.vllm.held import STUCK_S, HeldRequests
 from rewarm.kv import presence
 from rewarm.kv.choose import LoadPolicy
 from rewarm.kv.decision_log import log_files, read_log
-from rewarm.kv.worker import HostWorker
 from rewarm.metrics import DECISION_REASONS
-from rewarm.volume import create_volume
+from rewarm.volume import Volume, create_volume
 from rewarm.volume.quota import tenant_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -177,20 +176,35 @@ def test_no_more_than_a_quarter_of_the_blocks_is_held_for_stores(place: Place) -
 def test_blocks_that_are_held_come_back_when_stores_do_not_get_on(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = place.server(store_buffer_bytes=64 << 10)
-    monkeypatch.setattr(HostWorker, "_take_slot", lambda self, buffer: 0)  # no store ever finds room
+    server = place.server(store_buffer_bytes=64 << 10)  # room for one chunk
+    buffer = server.worker._rank.worker._buffer
     now = 0.0
-    side = server.scheduler.connector._scheduler
-    side._held = HeldRequests(NUM_BLOCKS, clock=lambda: now)
-    server.add(prompt(1), "stuck")
+    monkeypatch.setattr(buffer, "_clock", lambda: now)
+    hung: list[Any] = []
+    with monkeypatch.context() as hanging:
+        hanging.setattr(Volume, "queue_stores", lambda self, *stores: hung.append(stores))
+        server.scheduler.connector._scheduler._held = HeldRequests(NUM_BLOCKS)
+        server.add(prompt(1), "stuck")
+        server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
+        for _ in range(5):
+            server.step()
+        assert "stuck" in server.scheduler.requests
+        now = STUCK_S
+        server.drain(lambda: not server.scheduler.requests, "the blocks to be given up")
+        assert counted(server, "rewarm_kv_stores_total", "dropped") == NUM_CHUNKS - 1
+        server.run([prompt(2)])
+        assert not server.scheduler.requests, "nothing is held while stores do not get on"
+        assert counted(server, "rewarm_kv_stores_total", "dropped") == 2 * NUM_CHUNKS - 1
+    for namespace, payloads, handle in hung:
+        server.worker._rank.volume.queue_stores(namespace, payloads, handle)
+    place.settle(server)
+    server.add(prompt(3), "later")
     server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
-    for _ in range(5):
-        server.step()
-    assert "stuck" in server.scheduler.requests
-    now = HOLD_S
-    server.drain(lambda: not server.scheduler.requests, "the blocks to be given up")
-    assert counted(server, "rewarm_kv_stores_total", "dropped") == NUM_CHUNKS
-    assert place.records() == 0
+    assert "later" in server.scheduler.requests, "blocks are held again"
+    server.drain(lambda: not server.scheduler.requests, "its blocks to come back")
+    place.settle(server)
+    assert place.records() == 1 + NUM_CHUNKS
+    assert counted(server, "rewarm_kv_stores_total", "dropped") == 2 * NUM_CHUNKS - 1
 
 
 def test_nothing_is_stored_behind_a_store_that_failed_until_the_gap_is_closed(place: Place) -> None:
@@ -213,19 +227,18 @@ def test_nothing_is_stored_behind_a_store_that_failed_until_the_gap_is_closed(pl
 
 def lose_one_store(place: Place, server: MiniServer, index: int) -> list[bytes]:
     """Let the store of one chunk of the first batch fail; returns a list that will hold its id."""
-    worker = server.worker._rank.worker
+    worker, side = server.worker._rank.worker, server.scheduler.connector._scheduler
     lost: list[bytes] = []
     real = worker._note_stored
 
-    def note(chunks: list[bytes], results: list[bool], num_written: int) -> None:
-        results = list(results)
-        if not lost:
-            lost.append(chunks[index])
-            results[index] = False
-            num_written -= 1
-            name = worker._key(chunks[index]).hex()
+    def note(chunk: bytes, *, is_stored: bool, is_written: bool) -> None:
+        ordered = list(side._stores)
+        if not lost and chunk == ordered[index]:
+            lost.append(chunk)
+            is_stored = is_written = False
+            name = worker._key(chunk).hex()
             next(place.root.glob(f"*/{name[:2]}/{name}.rec")).unlink()
-        real(chunks, results, num_written)
+        real(chunk, is_stored=is_stored, is_written=is_written)
 
     worker._note_stored = note
     return lost

@@ -12,13 +12,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed in this environment")
 
-from rewarm.engine import EngineConfig, open_engine  # noqa: E402
+from rewarm.config import KvConfig  # noqa: E402
+from rewarm.engine import Engine, EngineConfig, open_engine  # noqa: E402
+from rewarm.engine.base import Probe  # noqa: E402
 from rewarm.engine.record import record_bytes  # noqa: E402
+from rewarm.errors import UnsupportedError, VolumeClosed  # noqa: E402
+from rewarm.kv import rank as rank_module  # noqa: E402
 from rewarm.kv.chunks import ChunkLoad, LoadOrder, StepOrders, StoreOrder  # noqa: E402
 from rewarm.kv.planes import find_planes  # noqa: E402
-from rewarm.kv.worker import HostWorker, RankSetup, RankWorker  # noqa: E402
+from rewarm.kv.rank import RankSide  # noqa: E402
+from rewarm.kv.worker import HostWorker, RankSetup, RankWorker, StoreBuffer  # noqa: E402
 from rewarm.metrics import LOAD_PARTS, Counters  # noqa: E402
-from rewarm.volume import Outcome, Volume, create_volume  # noqa: E402
+from rewarm.volume import Outcome, StoreHandle, Volume, create_volume  # noqa: E402
 from rewarm.volume.host_tier import HostCounters  # noqa: E402
 from rewarm.volume.tiered import AnyVolume, TieredVolume  # noqa: E402
 
@@ -194,6 +199,49 @@ def test_only_what_is_written_counts_as_stored(rank: Rank) -> None:
     assert stored_chunks(rank, 2) == {CHUNKS[0]: 1, CHUNKS[1]: 1}
     assert counted() == [2, 1, 0]
     assert rank.counters.value("rewarm_kv_store_bytes_total") == 2 * written
+
+
+def test_room_comes_back_record_by_record_and_a_buffer_tells_how_long_none_did() -> None:
+    now = 100.0
+    buffer = StoreBuffer(4096, 3, 4096, clock=lambda: now)
+    assert buffer.stuck_s() == 0
+    slots = [buffer.take() for _ in range(3)]
+    handles = StoreHandle(2), StoreHandle(1)
+    buffer.write(handles[0], list(zip(CHUNKS, slots[:2], strict=False)))
+    now = 103.0
+    buffer.write(handles[1], [(CHUNKS[2], slots[2])])
+    assert (buffer.stuck_s(), buffer.num_free, buffer.reap()) == (3, 0, [])
+    handles[0].settle(1, is_stored=True, is_written=True)
+    assert buffer.reap() == [(CHUNKS[1], handles[0], True, True)]
+    assert (buffer.stuck_s(), buffer.num_free) == (0, 1)
+    now = 104.5
+    assert buffer.stuck_s() == 1.5
+    assert buffer.take() == slots[1]
+    handles[1].settle(0, is_stored=False)
+    handles[0].settle(0, is_stored=True)
+    assert buffer.reap() == [(CHUNKS[0], handles[0], True, False), (CHUNKS[2], handles[1], False, False)]
+    now = 200.0
+    assert (buffer.stuck_s(), buffer.num_free, buffer.reap()) == (0, 2, []), "nothing is under way"
+
+
+def test_a_rank_that_cannot_be_made_leaves_nothing_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+
+    def keep(config: EngineConfig) -> Engine:
+        engines.append(open_engine(config))
+        return engines[-1]
+
+    def refuse(setup: RankSetup, ring: Any) -> RankWorker:
+        raise UnsupportedError("no memory may be locked")
+
+    monkeypatch.setattr(rank_module, "open_engine", keep)
+    planes = find_planes({"layer": torch.zeros(NUM_BLOCKS, 2, 16, 24)}, NUM_BLOCKS)
+    kv, options = KvConfig(roots=(str(root),)), {"rank": 0, "may_store": True, "step_bytes": 0}
+    with pytest.raises(UnsupportedError, match="no memory may be locked"):
+        RankSide(planes, CHUNK_BLOCKS, kv, Counters(), worker=refuse, **options)
+    (engine,) = engines
+    with pytest.raises(VolumeClosed):
+        engine.submit([Probe(str(root))])
 
 
 @pytest.mark.parametrize("rank", DEVICES, indirect=True)

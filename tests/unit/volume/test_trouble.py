@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,11 @@ from volumes import (
 
 from rewarm.engine import EngineConfig, alloc_aligned, open_engine
 from rewarm.engine.base import Probe, ReadRecord, ToSlot, Transfer, WriteRecord
+from rewarm.engine.pure import PureCompletion, PureEngine
 from rewarm.errors import StorageError
 from rewarm.testing.engines import Faulty, Slow
-from rewarm.volume import Outcome, Volume, create_volume, recovery
+from rewarm.units import round_up
+from rewarm.volume import Namespace, Outcome, StoreHandle, Volume, create_volume, recovery
 from rewarm.volume.check import RecordChecker
 from rewarm.volume.health import BadRecords, Pause, RootHealth
 from rewarm.volume.janitor.root_janitor import RootJanitor
@@ -291,6 +294,7 @@ def test_a_root_that_hangs_is_a_timeout_and_then_left_alone(root: str) -> None:
     assert handle.wait(10)
     assert handle.results() == [Outcome.TIMEOUT]
     assert not namespace.contains(key(1))
+    slow.close()
     bench.close()
 
 
@@ -305,6 +309,71 @@ def test_a_cancelled_load_blames_nobody(root: str) -> None:
     assert handle.wait(10)
     assert handle.results() == [Outcome.TIMEOUT]
     assert namespace.contains(key(1))
+    slow.close()
+    bench.close()
+
+
+@contextmanager
+def hanging_store(
+    root: str, before: Callable[[Namespace], None] = lambda _: None
+) -> Iterator[tuple[Namespace, StoreHandle, Callable[[], None]]]:
+    """Two records are stored, and the second hangs until the last thing that this gives is called."""
+    engine = PureEngine(EngineConfig(kind="pure", ring_bytes=4 * MIB, slot_bytes=MIB))
+    bench = Bench(engine)
+    namespace = namespace_of(bench.open(root))
+    before(namespace)
+    step = round_up(namespace.payload_bytes, 4096)
+    buffer = alloc_aligned(2 * step)
+    engine.hold(record_path(root, namespace, 1).name)
+    try:
+        handle = namespace.store([(key(number), buffer.address + number * step) for number in range(2)])
+        yield namespace, handle, lambda: engine.hold(None)
+    finally:
+        engine.hold(None)
+        bench.close()
+        buffer.close()
+
+
+def test_a_record_is_known_and_its_memory_free_while_one_beside_it_hangs(root: str) -> None:
+    with hanging_store(root) as (namespace, handle, let_go):
+        taken: list[tuple[int, bool, bool]] = []
+        wait_for(lambda: bool(taken.extend(handle.take()) or taken), "the record that does not hang")
+        assert taken == [(0, True, True)]
+        assert namespace.contains(key(0))
+        assert not handle.done()
+        let_go()
+        assert handle.wait(30)
+        assert handle.take() == [(1, True, True)]
+        assert handle.results() == [True, True]
+
+
+def test_no_memory_is_free_before_its_record_is_written_whatever_fails(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise StorageError("the index fails", errno=errno.EIO)
+
+    with hanging_store(root, before=lambda namespace: monkeypatch.setattr(namespace, "learn", fail)) as (_, handle, go):
+        assert failed.wait(30)
+        assert handle.take() == []
+        go()
+        assert handle.wait(30)
+        assert not all(handle.results())
+
+
+def test_stores_end_where_no_descriptor_is_left_for_an_event(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    bench = Bench(open_engine(EngineConfig(kind="pure", ring_bytes=4 * MIB, slot_bytes=MIB)))
+    namespace = namespace_of(bench.open(root))
+    with monkeypatch.context() as short:
+        short.setattr(PureCompletion, "fileno", refuse)
+        assert store(namespace, range(5)) == [True] * 5
+    assert load(namespace, range(5)) == [Outcome.HIT] * 5
     bench.close()
 
 

@@ -8,6 +8,7 @@ start_load_kv runs before the forward pass in some and after it in others, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
@@ -70,11 +71,15 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _open_scheduler_side(self) -> None:
         kv = self._kv
-        self._engine = open_engine(EngineConfig(kind=kv.engine, num_workers=kv.num_workers))
-        self._volume = open_volume(kv, self._engine, self._counters, janitor=True)
-        setup, notes = scheduler_setup(
-            self._vllm_config, self._cache, kv, self._volume, self._counters, version=vllm.__version__
-        )
+        with ExitStack() as undo:
+            self._engine = open_engine(EngineConfig(kind=kv.engine, num_workers=kv.num_workers))
+            undo.callback(self._engine.close)
+            self._volume = open_volume(kv, self._engine, self._counters, janitor=True)
+            undo.callback(self._volume.close)
+            setup, notes = scheduler_setup(
+                self._vllm_config, self._cache, kv, self._volume, self._counters, version=vllm.__version__
+            )
+            undo.pop_all()
         for note in notes:
             logger.warning("Rewarm: %s: what is stored in this run is not found by the next", note)
         logger.info(

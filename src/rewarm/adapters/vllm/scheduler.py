@@ -248,7 +248,7 @@ class SchedulerSide:
         ended = {request_id: self._end_load(request_id) for request_id in finished_recving}
         if report is None:
             return
-        self._held.reported(report.step, report.store_room)
+        self._held.reported(report.step, report.store_room, report.store_stuck_s)
         if self._pilot is not None:
             if self._num_changes != self._setup.volume.num_changes:
                 self._num_changes = self._setup.volume.num_changes
@@ -276,10 +276,8 @@ class SchedulerSide:
         for chunk in report.stored:
             if self._presence is not None and self._presence.is_storing(chunk):
                 continue  # other ranks are still at it
-            if (settled := self._settle(chunk)) is not None:
-                self._held.got_on(settled[0].request.request_id)
-                if report.elsewhere:
-                    self._note_owner(settled[0], [chunk])  # in the log of the root where it is
+            if (settled := self._settle(chunk)) is not None and report.elsewhere:
+                self._note_owner(settled[0], [chunk])  # in the log of the root where it is
 
     def _settle(self, chunk: bytes) -> tuple[_Tracked, int] | None:
         """The request and the number of a chunk whose store has ended in some way; None where that is told again, or
@@ -328,7 +326,7 @@ class SchedulerSide:
 
     def _order_late_stores(self) -> None:
         """Of finished requests that are held: their blocks were filled in earlier steps."""
-        left = MAX_LATE_STORES
+        left = 0 if self._held.is_stuck else MAX_LATE_STORES
         for request_id in self._held.names:
             tracked = self._tracked[request_id]
             put_off = sorted(tracked.put_off)
@@ -336,9 +334,8 @@ class SchedulerSide:
             for index in put_off[:left]:
                 left -= 1
                 self._order_store(tracked, index, tracked.block_ids, self._orders.late_stores)
-            if self._held.is_late(request_id) or not (
-                tracked.put_off or self._held.is_unreported(tracked.ordered_step)
-            ):
+            is_open = tracked.put_off or self._held.is_unreported(tracked.ordered_step)
+            if self._held.is_stuck or not is_open:
                 self._held.release(request_id)
                 self._drop(request_id)
 
