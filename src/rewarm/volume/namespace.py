@@ -186,7 +186,8 @@ class Namespace:
                 if self._volume.roots[number].health.loads.is_on:
                     refused += there
                     continue
-                parts += [self._submit(number, order, some) for some in _first_few_first(there)]
+                for some in _first_few_first(there):
+                    parts.append(self._submit(number, order, some))  # noqa: PERF401 - the next may be refused
         except BaseException:
             for part in parts:
                 part.completion.cancel()  # the targets are the caller's again
