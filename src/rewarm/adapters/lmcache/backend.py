@@ -263,11 +263,13 @@ class RewarmBackend(StoragePluginInterface):  # type: ignore[misc]
         return False
 
     def _finish_store(self, put: _Put, store: ObjectStore) -> None:
+        stored: list[Any] = []
         try:
             self._objects.settled(store)
             stored = [key for key, is_stored in zip(put.keys, store.stored(), strict=True) if is_stored]
-        finally:
-            self._let_go(put)
+        except Exception:
+            logger.exception("Rewarm: a store failed")
+        self._let_go(put)
         for key in stored:
             _call(put.callback, key)
 

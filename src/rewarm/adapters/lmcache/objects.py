@@ -294,14 +294,17 @@ class Objects:
 
     def settled(self, store: ObjectStore) -> None:
         """Count a store that is done, and free its copies."""
-        written = sum(handle.num_written for handle, _ in store.parts)
         stored = store.stored()
-        self.counters.add("rewarm_kv_stores_total", written, "stored")
-        self.counters.add("rewarm_kv_stores_total", sum(stored) - written, "skipped")
+        is_written = [False] * store.count
+        for handle, indices in store.parts:
+            for index, _, was_written in handle.take():
+                is_written[indices[index]] = was_written
+        self.counters.add("rewarm_kv_stores_total", sum(is_written), "stored")
+        self.counters.add("rewarm_kv_stores_total", sum(stored) - sum(is_written), "skipped")
         if store.parts or not (self.kv.read_only or self.volume.is_over_budget):
             self.counters.add("rewarm_kv_stores_total", store.count - sum(stored), "failed")
-        num_bytes = sum(size for size, is_stored in zip(store.sizes, stored, strict=True) if is_stored)
-        self.counters.add("rewarm_kv_store_bytes_total", num_bytes if written == sum(stored) else 0)
+        num_bytes = sum(size for size, written in zip(store.sizes, is_written, strict=True) if written)
+        self.counters.add("rewarm_kv_store_bytes_total", num_bytes)
         for copy in store.copies:
             self._copied_bytes -= copy.num_bytes
             copy.close()
