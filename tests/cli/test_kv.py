@@ -55,6 +55,11 @@ def test_decisions_are_shown_with_what_was_predicted_and_what_it_took(root: str,
     assert " ".join(row.split()) == "cmpl-1 16384 16384 16384 always_load 0.600 s 1.700 s 0.600 s 0.750 s 20%"
     assert "always_load, cut" in said.out
     assert "median error 20%" in said.err
+    write_log(root, decision(4, host_bytes=160_000_000), decision(5, host_bytes="many"), decision(6, host_bytes=-1e308))
+    assert run(cli, ["kv", "explain", root]) == ExitCode.DONE
+    said = capsys.readouterr()
+    assert "16384 (25% from memory)" in said.out
+    assert said.out.count("from memory") == 1
     assert "storage 1.00 GB/s; prefill 1.65 s for 16,384 tokens" in said.err
 
 

@@ -7,9 +7,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from volumes import MIB, Bench, load, namespace_of, record_files, record_path, s
 
 from rewarm.cli.common import run
 from rewarm.cli.main import cli
+from rewarm.engine.workers import TMPFS, file_system_type
 from rewarm.volume import Outcome, create_volume
-from rewarm.volume.layout import RootPaths
+from rewarm.volume.host_tier import host_root, prepare
+from rewarm.volume.layout import RootPaths, read_root_file
 from rewarm.volume.quota import tenant_of
 
 Captured = pytest.CaptureFixture[str]
@@ -346,3 +351,53 @@ def test_info_shows_the_wear_against_what_the_drive_is_rated_for(filled: str, ca
     assert "of 0.5 rated" in capsys.readouterr().out
     assert run(cli, ["volume", "info", filled]) == 0
     assert "rated" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def tiered(filled: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """The volume, and its host tier with copies of four records of each namespace and of one that flash lacks."""
+    if file_system_type("/dev/shm") != TMPFS:
+        pytest.skip("/dev/shm is no tmpfs here")
+    place = tempfile.mkdtemp(prefix="rewarm-test-", dir="/dev/shm")
+    monkeypatch.setenv("REWARM_KV_HOST_ROOT", place)
+    host = host_root(read_root_file(filled).volume_id, place)
+    prepare(host, 64 * MIB)
+    bench = Bench()
+    copies = bench.open(host)
+    salt = "1b4f0e9851971998e732078544c96b36c3d01cedf7caa332359d6f1d83567014"  # sha256 of test1
+    store(namespace_of(copies), range(4))
+    store(namespace_of(copies, dtype="bfloat16", salt=salt), range(4))
+    store(namespace_of(copies, dtype="int8", salt=salt), range(2))
+    bench.close()
+    yield filled, host
+    shutil.rmtree(place)
+
+
+def test_info_names_the_host_tier(tiered: tuple[str, str], capsys: Captured) -> None:
+    root, host = tiered
+    assert run(cli, ["volume", "info", root]) == 0
+    assert f"its host tier on this machine is {host}: 640.0 KiB of 64.0 MiB used" in capsys.readouterr().err
+    code, document = call(capsys, "info", root)
+    assert code == 0
+    assert (document["host_tier"]["path"], document["host_tier"]["used_bytes"]) == (host, 10 * 65536)
+    assert len(document["roots"]) == 1
+    shutil.rmtree(host)
+    assert call(capsys, "info", root)[1]["host_tier"] is None
+
+
+def test_the_host_tier_is_verified_like_any_volume(tiered: tuple[str, str], capsys: Captured) -> None:
+    _, host = tiered
+    damaged = record_files(host)[0]
+    damaged.write_bytes(damaged.read_bytes()[:9000] + bytes(3) + damaged.read_bytes()[9003:])
+    code, document = call(capsys, "verify", host)
+    assert (code, len(document["damaged"])) == (5, 1)
+
+
+def test_what_is_purged_goes_from_the_host_tier_too(tiered: tuple[str, str], capsys: Captured) -> None:
+    root, host = tiered
+    assert run(cli, ["volume", "evict", root, "--salt", "test1"]) == 0
+    said = capsys.readouterr()
+    assert "6 records removed" in said.out
+    assert f"6 copies were removed from the host tier in {host}, too" in said.err
+    assert len(record_files(host)) == 4, "those without the salt"
+    assert len(record_files(root)) == 24

@@ -118,14 +118,24 @@ def _number(line: dict[str, Any], name: str) -> float | None:
 def _row(line: dict[str, Any]) -> tuple[str, ...]:
     error = _error(line)
     counts = [_number(line, name) for name in ("num_request_tokens", "num_stored_tokens", "num_load_tokens")]
+    texts = ["-" if count is None else f"{count:.0f}" for count in counts]
+    texts[-1] += _from_memory(line)
     seconds = [_number(line, name) for name in ("predicted_load_s", "predicted_compute_s", "predicted_s", "actual_s")]
     return (
         _plain(line["request_id"])[-24:],
-        *("-" if count is None else f"{count:.0f}" for count in counts),
+        *texts,
         _plain(line["reason"]) + (", cut" if line.get("was_cut") else ""),
         *("-" if s is None else f"{s:.3f} s" for s in seconds),
         "-" if error is None else f"{error:.0%}",
     )
+
+
+def _from_memory(line: dict[str, Any]) -> str:
+    """What of a load came from the host tier."""
+    host_bytes, load_bytes = _number(line, "host_bytes"), _number(line, "load_bytes")
+    if host_bytes is None or load_bytes is None or not 0 < host_bytes <= load_bytes:
+        return ""
+    return f" ({host_bytes / load_bytes:.0%} from memory)"
 
 
 def _plain(text: str) -> str:

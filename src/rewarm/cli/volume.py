@@ -23,7 +23,16 @@ from rewarm.units import MIB, format_size, parse_size
 from rewarm.volume import create_volume
 from rewarm.volume.archive import Exported, export_archive, import_archive
 from rewarm.volume.evict import Evicted, choose, evict_until, purge
-from rewarm.volume.info import MANY_RECORDS, NamespaceInfo, RootInfo, VolumeInfo, flatten, root_info, volume_info
+from rewarm.volume.host_tier import host_tier_info
+from rewarm.volume.info import (
+    MANY_RECORDS,
+    NamespaceInfo,
+    RootInfo,
+    VolumeInfo,
+    flatten,
+    root_info,
+    volume_info,
+)
 from rewarm.volume.layout import read_roots
 from rewarm.volume.members import members_of
 from rewarm.volume.pins import pin_names, pins_of
@@ -82,15 +91,21 @@ def create(roots: Sequence[str], size: str, as_json: bool) -> None:
 @quiet_option
 def info(roots: Sequence[str], dwpd: float | None, as_json: bool) -> None:
     """Show the roots, the room, the wear and the namespaces of a volume; reads names only."""
-    rated_dwpd = resolve(KvConfig, arguments={"dwpd": dwpd}).config.dwpd
+    configured = resolve(KvConfig, arguments={"dwpd": dwpd}).config
+    rated_dwpd = configured.dwpd
     found = volume_info(roots)
+    tier = host_tier_info(found.id, configured.host_root)
     if as_json:
-        print_json(_info_document(found, rated_dwpd))
+        document = _info_document(found, rated_dwpd)
+        print_json({**document, "host_tier": None if tier is None else _root_document(tier, 0.0)})
     else:
         _print_info(found)
         _print_wear(found.roots, rated_dwpd)
         _print_namespaces(found.namespaces)
     _note_roots(found)
+    if tier is not None:
+        used, capacity = format_size(tier.usage.used_bytes), format_size(tier.file.capacity_bytes)
+        note(f"note: its host tier on this machine is {tier.path}: {used} of {capacity} used")
     if found.num_records > MANY_RECORDS:
         note(
             f"note: {found.num_records:,} records are more than {MANY_RECORDS:,}; larger chunks need less memory "
@@ -306,7 +321,11 @@ def _parse_room(text: str) -> Callable[[int], int]:
 
 
 def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None, *, pinned_too: bool) -> Evicted:
-    found = volume_info(roots).namespaces
+    groups = [roots]
+    if tier := host_tier_info(volume_info(roots).id, resolve(KvConfig).config.host_root):
+        groups.append([tier.path])
+    by_id = {namespace.id: namespace for group in reversed(groups) for namespace in volume_info(group).namespaces}
+    found = list(by_id.values())
     chosen = choose(found, prefixes)
     if salt is not None:
         digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest() if salt else ""
@@ -320,7 +339,10 @@ def _purge(roots: Sequence[str], prefixes: Sequence[str], salt: str | None, *, p
             f"pins name records of it: {', '.join(pinned[:10])}", hint="rewarm kv unpin first, or give --pinned-too"
         )
     with progress("evict", sum(namespace.num_records for namespace in chosen)) as advance:
-        return purge(roots, [namespace.id for namespace in chosen], advance=advance)
+        done, *copies = (purge(group, [namespace.id for namespace in chosen], advance=advance) for group in groups)
+    if tier is not None:
+        note(f"note: {copies[0].num_records:,} copies were removed from the host tier in {tier.path}, too")
+    return done
 
 
 @command.command("export")

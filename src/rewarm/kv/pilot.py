@@ -46,6 +46,7 @@ class Pilot:
         num_holders: int = 1,
         may_cut: bool = True,
         root_name: Callable[[str], str] = str,
+        host_root_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -61,6 +62,7 @@ class Pilot:
             num_holders: Ranks that store a part of each chunk; where others load the same bytes they count once.
             may_cut: Whether a load that is cut leaves what it had loaded by then.
             root_name: What metrics and the log call a root, from its root_id.
+            host_root_id: The root of the host tier, which ``shares`` lacks; empty: there is none.
             clock: Seconds, never backwards.
         """
         self._counters = counters
@@ -80,6 +82,7 @@ class Pilot:
         self._may_cut = may_cut
         self._is_off = False
         self._root_name = root_name
+        self._host_root_id = host_root_id
         self._slow_loads = SlowLoads(root_name, clock)
         self._loading: dict[str, Decision] = {}
         """Request -> the decision that its load is under way for."""
@@ -178,8 +181,10 @@ class Pilot:
         for request_id, num_good_tokens in ended.items():
             self._policy.load_ended(request_id, num_good_tokens)
             decided = self._loading.pop(request_id, None)
-            if decided is not None and self._slow_loads.ended(decided, report.times.get(request_id, LoadTimes())):
-                self._counters.add("rewarm_kv_slow_loads_total")
+            if decided is not None:
+                self._note_times(
+                    decided, report.times.get(request_id, LoadTimes()), self._num_holders / report.num_ranks
+                )
         self._policy.step_ended(report.step)
         for decision in self._policy.ended:
             self._add_line(decision.to_json())
@@ -187,6 +192,12 @@ class Pilot:
         self._policy.ended.clear()
         if self._clock() - self._rates_kept_at > KEEP_RATES_EVERY_S:
             self._keep_rates()
+
+    def _note_times(self, decided: Decision, times: LoadTimes, share: float) -> None:
+        """Where a load's time went, and what of its bytes came from memory; ``share`` of what was told counts."""
+        decided.host_bytes = round(times.root_bytes.get(self._host_root_id, 0) * share)
+        if self._slow_loads.ended(decided, times):
+            self._counters.add("rewarm_kv_slow_loads_total")
 
     def _count_ended(self, decision: Decision) -> None:
         predicted_s, compute_s, actual_s = decision.predicted_s, decision.predicted_compute_s, decision.actual_s

@@ -86,6 +86,8 @@ class Decision:
     actual_s: float | None = None
     """Until all of the prompt was there."""
     was_cut: bool = False
+    host_bytes: int = 0
+    """Of what was loaded, what came from the host tier."""
 
     def to_json(self) -> dict[str, Any]:
         """As a line of the decisions' log has it."""

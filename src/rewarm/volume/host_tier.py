@@ -19,6 +19,7 @@ from rewarm.metrics import BY_NAME, Counters
 from rewarm.units import MIB, format_size
 from rewarm.volume.create import create_volume
 from rewarm.volume.host_memory import free_memory
+from rewarm.volume.info import RootInfo, root_info
 from rewarm.volume.layout import DIR_MODE, RootFile, RootPaths, open_regular, read_root_file, replace_file, to_text
 from rewarm.volume.session import SessionReader, session_directories
 from rewarm.volume.tiered import AnyVolume, TieredVolume
@@ -91,6 +92,20 @@ def host_root(volume_id: str, place: str = "") -> str:
         place: kv.host_root; empty: a directory of this user in /dev/shm.
     """
     return os.path.join(place or f"/dev/shm/rewarm-{os.geteuid()}", volume_id)
+
+
+def host_tier_info(volume_id: str, place: str) -> RootInfo | None:
+    """What the host tier of a volume on this machine says of itself; None: there is none that can be read.
+
+    Args:
+        volume_id: Of the volume.
+        place: As host_root() takes it.
+    """
+    root = host_root(volume_id, place)
+    try:
+        return root_info(root, read_root_file(root))
+    except (OSError, RewarmError):
+        return None
 
 
 def with_host_tier(

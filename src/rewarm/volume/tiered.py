@@ -71,6 +71,11 @@ class TieredVolume:
         return self._host.roots[0]
 
     @property
+    def host_root_id(self) -> str:
+        """Its root_id."""
+        return self.host_root.file.root_id
+
+    @property
     def capacity_bytes(self) -> int:
         """What flash may hold: copies add nothing."""
         return self._flash.capacity_bytes

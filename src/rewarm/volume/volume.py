@@ -163,6 +163,11 @@ class Volume:
         return sum(root.file.capacity_bytes for root in self.roots if root.is_member)
 
     @property
+    def host_root_id(self) -> str:
+        """The root in memory that holds copies; a volume by itself has none."""
+        return ""
+
+    @property
     def policy_directory(self) -> str:
         """Where servers keep what they learned of their rates."""
         return self.roots[0].paths.policy

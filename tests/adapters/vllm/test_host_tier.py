@@ -18,6 +18,7 @@ from volumes import wait_for
 
 from rewarm.engine.workers import TMPFS, file_system_type
 from rewarm.errors import RewarmError
+from rewarm.kv.decision_log import log_files, read_log
 from rewarm.volume import create_volume
 from rewarm.volume.tiered import TieredVolume
 
@@ -108,6 +109,10 @@ def test_what_is_loaded_again_comes_from_memory(place: Place) -> None:
     cold(server, 1, 2)
     assert host_hits(server) == 2 * NUM_CHUNKS
     assert place.records() == 2 * NUM_CHUNKS, "and flash has all of it"
+    server.scheduler.connector._scheduler.close()
+    (log,) = log_files(str(place.root / ".rewarm" / "policy"))
+    ended = [line for line in read_log(str(log)) if line.get("num_load_tokens")]
+    assert [line["host_bytes"] / line["load_bytes"] for line in ended] == [0.0] * 4 + [1.0] * 2
     # A server that comes after it finds both, and its scheduler's side knows what is in memory alone.
     shutil.rmtree(next(place.root.glob("?" * 64)))
     server.close()

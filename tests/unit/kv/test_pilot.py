@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rewarm.engine.base import Flow
-from rewarm.kv.chunks import StepReport
+from rewarm.kv.chunks import LoadTimes, StepReport
 from rewarm.kv.decision_log import MAX_LOG_BYTES, DecisionLog, log_files, read_log
 from rewarm.kv.pilot import Pilot
 from rewarm.kv.policy import PrefixHit
@@ -203,3 +203,29 @@ def test_ended_decisions_add_up_their_seconds_and_a_slow_load_is_counted() -> No
     assert counters.value("rewarm_kv_decision_compute_seconds_total", "always_load") > 0
     assert counters.value("rewarm_kv_decision_error_ratio") == before + 1
     assert not pilot._loading
+
+
+@pytest.mark.parametrize(("num_holders", "num_ranks"), [(1, 1), (2, 2), (1, 4)])
+def test_a_decision_tells_what_came_from_memory(tmp_path: Path, num_holders: int, num_ranks: int) -> None:
+    """Ranks that load the same bytes tell them once each."""
+    clock = Clock()
+    log = DecisionLog(str(tmp_path), "name")
+    pilot, _ = make("always_load", log=log, clock=clock, num_holders=num_holders, host_root_id="memory")
+    request = hit("a", 4)
+    pilot.learn(request)
+    num_tokens = pilot.decide(request)
+    assert num_tokens
+    pilot.ordered(request, num_tokens)
+    pilot.begin_step(1, [])
+    clock.now += 0.5
+    told = CHUNK_BYTES * num_ranks // num_holders
+    report = StepReport(step=1, num_ranks=num_ranks)
+    report.times = {"a": LoadTimes(root_bytes={"0": told, "memory": 3 * told})}
+    report.delivered = {"0": Flow(told, 0.5), "memory": Flow(3 * told, 0.1)}
+    pilot.end_step(report, {"a": num_tokens})
+    pilot.begin_step(2, [("a", num_tokens, num_tokens + 10)])
+    pilot.end_step(StepReport(step=2), {})
+    pilot.close()
+    (line,) = (line for line in read_log(str(tmp_path / "name.jsonl")) if "request_id" in line)
+    assert (line["host_bytes"], line["load_bytes"]) == (3 * CHUNK_BYTES, 4 * CHUNK_BYTES)
+    assert not pilot._is_off

@@ -390,6 +390,7 @@ class SchedulerSide:
             num_holders=len(setup.holders),
             may_cut=not self._is_whole,
             root_name=setup.volume.root_name,
+            host_root_id=setup.volume.host_root_id,
         )
 
     def close(self) -> None:
