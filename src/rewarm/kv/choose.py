@@ -9,6 +9,7 @@ users what it does; the planner is in ``plan.py``, what is learned in ``rates.py
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from rewarm.kv.costs import Costs
 from rewarm.kv.plan import MAX_PLANNED, Job, Lanes, lane_ends_s, spread
 from rewarm.kv.policy import Decision, Part, PrefixHit, Reason
 from rewarm.kv.rates import pairs_of
+from rewarm.kv.underway import Ask, Underway
 
 STAY_BELOW = 0.03
 """A single request goes where the last one went while the other lane is no more than this faster."""
@@ -32,28 +34,9 @@ PACE_CHANGE = 0.05
 """A plan is made anew when storage has become this much faster or slower."""
 MIN_HOLD_GAIN_S = 0.015
 """A request is held back for loads behind it only where they would else wait this long: it costs an empty step."""
-_NEVER = float("-inf")
 
 _Answer = tuple[Reason, "float | None", "float | None", "float | None"]
 """Why, and the predicted seconds: loading all, computing all, as chosen."""
-
-
-@dataclass(slots=True)
-class _Ask:
-    """A request whose prompt is not all there."""
-
-    hit: PrefixHit
-    seen_at: float
-    is_loading: bool = False
-    position: int = 0
-    """Tokens whose KV is there, or will be when the load ends."""
-    chunks_left: float = 0.0
-    """Of its load."""
-    was_held: bool = False
-    is_alone: bool = False
-    """Its load began when nothing else was under way, and nothing has come to be since."""
-    was_cut: bool = False
-    decision: Decision | None = None
 
 
 @dataclass(slots=True)
@@ -71,8 +54,6 @@ class _View:
 
     pace: float
     """Seconds a byte of a load."""
-    queued_bytes: float
-    """Of loads that are under way."""
     backlog_s: float
     """What the server has taken on and not computed, as of ``at``."""
     at: float
@@ -120,11 +101,9 @@ class LoadPolicy:
         self.costs = costs
         self._prefill_limit = prefill_limit or costs.step_tokens
         self._clock = clock
-        self._waiting: dict[str, _Ask] = {}
-        self._active: dict[str, _Ask] = {}
-        """Loading or computing."""
-        self._steps: dict[int, tuple[float, Sequence[Part]]] = {}
-        self._last_end = _NEVER
+        self._waiting: dict[str, Ask] = {}
+        self._underway = Underway(costs, clock)
+        self._active = self._underway.active
         self._last_loaded = True
         self._unseen = {True: _Unseen(clock()), False: _Unseen(clock())}
         """Of storage, and of compute."""
@@ -141,25 +120,17 @@ class LoadPolicy:
     def learn(self, hit: PrefixHit) -> None:
         """A request that waits, and what of it is stored."""
         if hit.request_id not in self._waiting and hit.request_id not in self._active:
-            self._waiting[hit.request_id] = _Ask(hit, self._clock())
+            self._waiting[hit.request_id] = Ask(hit, self._clock())
             self._view = None
 
     def ordered(self, hit: PrefixHit, num_tokens: int) -> None:
         """The server took the answer: it loads ``num_tokens``, or computes where that is 0."""
-        ask = self._waiting.pop(hit.request_id, None) or _Ask(hit, self._clock())
-        self._active[hit.request_id] = ask
+        ask = self._waiting.pop(hit.request_id, None) or Ask(hit, self._clock())
         ask.hit = hit
-        ask.position = hit.num_resident_tokens + num_tokens
-        ask.is_loading = num_tokens > 0
-        ask.chunks_left = self.costs.chunks_of(hit, num_tokens)
-        ask.is_alone = ask.is_loading and len(self._active) == 1
-        if not ask.is_alone:
-            for other in self._active.values():
-                other.is_alone = False
+        self._underway.order(ask, num_tokens)
         if self._view is not None:
             self._view.to_load.discard(hit.request_id)
-            self._view.queued_bytes += ask.chunks_left * self.costs.chunk_bytes
-            rest_s = self._rest_s(ask)
+            rest_s = self._underway.rest_s(ask)
             self._view.backlog_s += rest_s
             self._view.waiting_s -= rest_s
         answer = self._answers.pop(hit.request_id, (Reason.NOT_STORED, None, None, None))
@@ -172,21 +143,17 @@ class LoadPolicy:
 
     def step_begun(self, step: int, parts: Sequence[Part]) -> None:
         """A step was given out, with the prompt tokens that it computes."""
-        self._steps[step] = (self._clock(), parts)
+        self._underway.begin_step(step, parts)
         self._promised.clear()
         self.is_hurried = False
 
-    def step_ended(self, step: int) -> None:
-        """Its results are here."""
+    def step_ended(self, step: int, told_at: float = math.inf) -> None:
+        """Its results are here; what was told of loads with them is of that time, now at the latest."""
         now = self._clock()
-        begun = self._steps.pop(step, None)
-        if begun is None:
+        ended = self._underway.end_step(step, told_at)
+        if ended is None:
             return
-        for old in [number for number in self._steps if number < step]:
-            del self._steps[old]  # a step that never told its end
-        started, parts = begun
-        # With two steps in flight the second begins when the first has ended.
-        seconds, self._last_end = now - max(started, self._last_end), now
+        parts, seconds = ended
         if not parts:
             return
         tokens = sum(end - begin for _, begin, end in parts)
@@ -218,10 +185,7 @@ class LoadPolicy:
         """More chunks of a load are in place."""
         ask = self._active.get(request_id)
         if ask is not None and ask.is_loading:
-            num_chunks = min(num_chunks, ask.chunks_left)
-            ask.chunks_left -= num_chunks
-            if self._view is not None:
-                self._view.queued_bytes -= num_chunks * self.costs.chunk_bytes
+            ask.chunks_left -= min(num_chunks, ask.chunks_left)
 
     def load_ended(self, request_id: str, num_good_tokens: int) -> None:
         """A load is over; this many tokens from the start of the prompt are there."""
@@ -243,7 +207,7 @@ class LoadPolicy:
         """The server has finished a request, or dropped it."""
         self._answers.pop(request_id, None)
         # A server may finish a request before it tells of the step that brought its last token.
-        parts = [part for _, step_parts in self._steps.values() for part in step_parts if part[0] == request_id]
+        parts = self._underway.parts_of(request_id)
         ask = self._active.get(request_id)
         if ask is not None and any(end >= ask.hit.num_request_tokens for _, _, end in parts):
             self._end(request_id, self._clock())
@@ -258,7 +222,7 @@ class LoadPolicy:
             self._unseen[not decision.num_load_tokens].work_s += decision.actual_s
             self.ended.append(decision)
 
-    def _decision(self, answer: _Answer, ask: _Ask) -> Decision:
+    def _decision(self, answer: _Answer, ask: Ask) -> Decision:
         reason, load_s, compute_s, chosen_s = answer
         hit = ask.hit
         return Decision(
@@ -314,7 +278,7 @@ class LoadPolicy:
         self._answers[hit.request_id] = (reason, load_s, compute_s, chosen_s)
         return self.costs.tokens_of(hit, num_chunks)
 
-    def _should_hold(self, ask: _Ask, view: _View, own_s: float) -> bool:
+    def _should_hold(self, ask: Ask, view: _View, own_s: float) -> bool:
         """Whether a request that is to be computed is better asked for again: once, so that the loads of those behind
         it are ordered before it takes all tokens of a step, and as long as the step has next to no tokens for it.
         """
@@ -328,7 +292,7 @@ class LoadPolicy:
         )
         return 0 < self.costs.step_tokens - taken < min(self.costs.step_tokens // 16, ask.hit.num_request_tokens)
 
-    def _waiting_ask(self, hit: PrefixHit) -> _Ask:
+    def _waiting_ask(self, hit: PrefixHit) -> Ask:
         self.learn(hit)
         ask = self._active.pop(hit.request_id, None)
         if ask is not None:  # preempted: it begins again
@@ -360,9 +324,8 @@ class LoadPolicy:
         return self._view
 
     def _plan(self, pace: float) -> _View:
-        queued = sum(ask.chunks_left for ask in self._active.values() if ask.is_loading) * self.costs.chunk_bytes
-        backlog_s = sum(self._rest_s(ask) for ask in self._active.values())
-        view = _View(pace, queued, backlog_s, self._clock(), {}, set(), 0.0, len(self._waiting) == 1)
+        backlog_s = sum(self._underway.rest_s(ask) for ask in self._active.values())
+        view = _View(pace, backlog_s, self._clock(), {}, set(), 0.0, len(self._waiting) == 1)
         view.is_single &= not self._active
         hits, jobs, prefixes = [], [], set()
         for ask in itertools.islice(self._waiting.values(), MAX_PLANNED):
@@ -379,7 +342,10 @@ class LoadPolicy:
             hits.append(hit)
             jobs.append(Job(self.costs.load_s(hit.num_chunks) - self.costs.overhead_s, compute_s, tail_s))
         lanes = Lanes(
-            queued * pace, self._backlog_s(view) + view.waiting_s, self.costs.overhead_s, self._rests_end_s(pace)
+            self._underway.storage_s(pace),
+            self._backlog_s(view) + view.waiting_s,
+            self.costs.overhead_s,
+            self._underway.rests_end_s(pace),
         )
         chosen = spread(jobs, lanes, lambda index, seconds: self.costs.split(hits[index], seconds))
         for hit, share in zip(hits, chosen, strict=True):
@@ -430,10 +396,12 @@ class LoadPolicy:
             return []
         view = self._look(pace)
         lane_s = self._backlog_s(view) + view.waiting_s
-        loaded = last.position - round(last.chunks_left * self.costs.chunk_tokens)
+        chunks_left = next(left for ask, left in self._underway.loads(pace) if ask is last)
+        loaded = last.position - round(chunks_left * self.costs.chunk_tokens)
         rest_s = self.costs.compute_s(max(last.hit.num_resident_tokens, loaded), last.hit.num_request_tokens)
-        end_s = max(self._rests_end_s(pace), lane_s)
-        end_if_cut_s = max(self._rests_end_s(pace, without=last), lane_s - self._rest_s(last) + rest_s)
+        end_s = max(self._underway.rests_end_s(pace), lane_s)
+        lane_if_cut_s = lane_s - self._underway.rest_s(last) + rest_s
+        end_if_cut_s = max(self._underway.rests_end_s(pace, without=last), lane_if_cut_s)
         if end_s - end_if_cut_s <= max(CUT_GAIN * end_s, MIN_CUT_GAIN_S):
             return []
         last.was_cut = True
@@ -444,31 +412,15 @@ class LoadPolicy:
 
     # Seconds.
 
-    def _rest_s(self, ask: _Ask) -> float:
-        """To compute what a load does not bring, or what is left of a computation."""
-        return self.costs.compute_s(ask.position, ask.hit.num_request_tokens)
-
-    def _rests_end_s(self, pace: float, without: _Ask | None = None) -> float:
-        """When all loads that are under way have ended and what they leave is computed, if nothing else were."""
-        ready_s = end_s = 0.0
-        for ask in self._active.values():
-            if ask.is_loading and ask is not without:
-                ready_s += ask.chunks_left * self.costs.chunk_bytes * pace
-                end_s = max(end_s, ready_s) + self._rest_s(ask)
-        return end_s
-
     def _predict(self, view: _View) -> dict[str, float]:
         """When each request that waited has its KV, from the time of the plan on."""
         if view.ends_s is None:
-            ready_s = running_s = 0.0
             names, jobs = [], []
-            for name, ask in self._active.items():
-                if ask.is_loading:
-                    ready_s += ask.chunks_left * self.costs.chunk_bytes * view.pace
-                    names.append(name)
-                    jobs.append((ready_s, self._rest_s(ask)))
-                else:
-                    running_s += self._rest_s(ask)
+            for ask, ready_s in self._underway.load_ends_s(view.pace):
+                names.append(ask.hit.request_id)
+                jobs.append((ready_s, self._underway.rest_s(ask)))
+            running_s = sum(self._underway.rest_s(ask) for ask in self._active.values() if not ask.is_loading)
+            ready_s = self._underway.storage_s(view.pace)
             for name, ask in self._waiting.items():
                 num_chunks = int(view.shares.get(name, 0.0) * ask.hit.num_chunks + 1e-9)
                 if num_chunks:
@@ -482,12 +434,9 @@ class LoadPolicy:
         return view.ends_s
 
     def _load_end_s(self, hit: PrefixHit, num_chunks: int, view: _View, backlog_s: float) -> float:
-        ready_s = view.queued_bytes * view.pace + self.costs.load_s(num_chunks)
+        ready_s = self._underway.storage_s(view.pace) + self.costs.load_s(num_chunks)
         return max(ready_s, backlog_s) + self.costs.rest_s(hit, num_chunks)
 
     def _backlog_s(self, view: _View) -> float:
         """What the server has taken on and not computed, less what the step that runs has done of it."""
-        if not self._steps:
-            return view.backlog_s
-        started = max(self._last_end, min(started for started, _ in self._steps.values()))
-        return max(0.0, view.backlog_s - (self._clock() - started))
+        return max(0.0, view.backlog_s - self._underway.running_s())

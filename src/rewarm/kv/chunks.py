@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 
@@ -125,6 +126,8 @@ class StepReport:
     """The step that has ended."""
     num_ranks: int = 1
     """Ranks that this report is from."""
+    told_at: float = math.inf
+    """Monotonic time of the rank's host when it was made, of several ranks the oldest; infinite: not said."""
     store_room: int = 0
     """Stores that could be staged at once now, where there is least room."""
     store_stuck_s: float = 0.0
@@ -156,6 +159,7 @@ class StepReport:
         self.layouts.update(other.layouts)
         self.elsewhere.update(other.elsewhere)
         self.step = max(self.step, other.step)
+        self.told_at = min(self.told_at, other.told_at)
         self.store_room = min(self.store_room, other.store_room)
         self.store_stuck_s = max(self.store_stuck_s, other.store_stuck_s)
         self.num_ranks += other.num_ranks

@@ -185,7 +185,7 @@ class Pilot:
                 self._note_times(
                     decided, report.times.get(request_id, LoadTimes()), self._num_holders / report.num_ranks
                 )
-        self._policy.step_ended(report.step)
+        self._policy.step_ended(report.step, report.told_at)
         for decision in self._policy.ended:
             self._add_line(decision.to_json())
             self._count_ended(decision)

@@ -151,6 +151,7 @@ class RankWorker(ABC):
         for request_id, load in self._loads.items():
             self._note_placed(request_id, load)
         report, self._report = self._report, StepReport(step=self._report.step)
+        report.told_at = time.monotonic()
         report.delivered = self._take_flows()
         report.store_room = self._buffer.num_free
         report.store_stuck_s = self._buffer.stuck_s()

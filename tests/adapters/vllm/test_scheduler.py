@@ -418,7 +418,7 @@ def test_steps_that_compute_a_prompt_are_told_to_the_policy(place: Place) -> Non
     server.drain(lambda: not server.scheduler.has_unfinished_requests(), "the request")
     computed = [part for parts in seen for part in parts]
     assert [(begin, end) for _, begin, end in computed] == [(0, PROMPT_TOKENS)]
-    assert not policy._steps or len(policy._steps) <= 2
+    assert len(policy._underway._steps) <= 2
 
 
 def test_a_prefix_that_is_known_before_it_is_asked_for_counts_for_the_others(place: Place) -> None:

@@ -14,7 +14,7 @@ from rewarm.bench.policy.cases import Case, Knowledge, judge_case, make_case, ru
 from rewarm.bench.policy.offline import _end_s, _Job, best_makespan_s
 from rewarm.bench.policy.replay import read_trace, replay
 from rewarm.bench.policy.server import Clock, Server
-from rewarm.bench.policy.world import Machine, Prompt
+from rewarm.bench.policy.world import Machine, Prompt, Root
 from rewarm.errors import DamageError, UsageError
 from rewarm.kv.decision_log import SCHEMA
 from rewarm.kv.policy import prediction_errors
@@ -54,6 +54,33 @@ def test_a_running_prompt_takes_the_tokens_of_a_step_and_who_waits_is_not_asked_
     assert ends["late"] > ends["long"], "its load began when the long one was done"
     limited = serve(replace(MACHINE, prefill_limit=4032), "always_load", long, late)
     assert limited["late"] == pytest.approx(limited["long"], abs=0.5)
+
+
+def test_with_two_steps_in_flight_a_load_waits_for_the_step_that_runs_and_its_end_is_heard_late() -> None:
+    long, late = Prompt("long", 0.0, 16384, 0), Prompt("late", 0.01, 8192, 32)
+    machine = replace(MACHINE, prefill_limit=4032, steps_in_flight=2, ring_chunks=8)
+    step_s = 0.01 + 4032 * 1e-4
+    ends = serve(machine, "always_load", long, late)
+    # It is asked for when the first step has ended, its load goes on when the second has; the report of that one is
+    # of its begin, so that the end of the load is seen with the one after the next.
+    in_place_s = 2 * step_s + (32 - 8) * 0.01
+    assert ends["late"] > in_place_s + step_s
+    assert ends["late"] == pytest.approx(ends["long"], abs=step_s)
+    alone = serve(machine, "always_load", Prompt("alone", 0.0, 8192, 32))
+    assert alone["alone"] == pytest.approx(0.32 + 0.01 + 1e-4, abs=0.001), "nothing is late where nothing runs"
+
+
+def test_a_ring_that_is_full_is_no_busy_time() -> None:
+    root = Root(replace(MACHINE, ring_chunks=4), width=4)
+    prompt = Prompt("a", 0.0, 8192, 32)
+    for chunk in range(32):
+        root.add(prompt, chunk, gate_s=1.0)
+    assert len(root.advance(0.0, 0.9)) == 4
+    num_read, busy_s = root.take()
+    assert num_read == pytest.approx(4)
+    assert busy_s == pytest.approx(0.04)
+    root.advance(0.9, 1.06)
+    assert root.take() == (pytest.approx(6), pytest.approx(0.06))
 
 
 def test_the_best_schedule_is_no_worse_than_any_order_and_choice() -> None:

@@ -50,11 +50,11 @@ def test_reports_of_ranks_add_up_and_the_worst_outcome_counts() -> None:
 
 
 def test_progress_of_ranks_adds_up_and_the_shortest_prefix_counts() -> None:
-    first = StepReport(step=3, placed={"a": 2}, short={"a": 5}, delivered={"0": Flow(10, 0.5)})
-    second = StepReport(step=3, placed={"a": 1, "b": 1}, short={"a": 4, "b": 0})
+    first = StepReport(step=3, told_at=7.5, placed={"a": 2}, short={"a": 5}, delivered={"0": Flow(10, 0.5)})
+    second = StepReport(step=3, told_at=7.0, placed={"a": 1, "b": 1}, short={"a": 4, "b": 0})
     second.delivered = {"0": Flow(20, 0.25), "1": Flow(1, 1.0)}
     first.add(second)
-    assert (first.step, first.num_ranks) == (3, 2)
+    assert (first.step, first.num_ranks, first.told_at) == (3, 2, 7.0)
     assert first.placed == {"a": 3, "b": 1}
     assert first.short == {"a": 4, "b": 0}
     assert first.delivered == {"0": Flow(30, 0.75), "1": Flow(1, 1.0)}

@@ -150,6 +150,27 @@ def test_a_log_is_bounded_and_read_from_its_older_part_on(tmp_path: Path) -> Non
     assert numbers == list(range(numbers[0], count))
 
 
+def test_a_report_that_is_a_step_old_makes_no_load_look_slow() -> None:
+    clock = Clock()
+    pilot, _ = make(clock=clock)
+    serve(pilot, clock, PrefixHit("miss", 8192, 0, 0, 0), 1, 0.8)
+    for step in (3, 5):
+        serve(pilot, clock, hit(str(step), 64), step, 0.64)  # 10 ms a chunk, a tenth of computing
+    pilot.learn(loading := hit("a", 64))
+    assert pilot.decide(loading) == 64 * CHUNK_TOKENS
+    pilot.ordered(loading, 64 * CHUNK_TOKENS)
+    begun = clock.now
+    assert pilot.begin_step(7, [("other", 0, 8192)]) == []
+    clock.now += 0.6
+    report = StepReport(step=7, told_at=begun + 0.01, placed={"a": 1})
+    report.delivered = {"0": Flow(CHUNK_BYTES, 0.01)}
+    pilot.end_step(report, {})
+    assert pilot.begin_step(8, [("other", 8192, 16384)]) == []
+    ((ask, chunks_left),) = pilot._policy._underway.loads(0.01 / CHUNK_BYTES)
+    assert ask.hit == loading
+    assert chunks_left == pytest.approx(63 - 59)
+
+
 def test_ranks_that_load_the_same_bytes_count_them_once() -> None:
     for num_holders, num_ranks in ((2, 2), (1, 2)):
         pilot, _ = make(num_holders=num_holders)

@@ -331,7 +331,10 @@ def test_a_load_tells_where_its_time_went_and_a_root_what_it_moved(rank: Rank, r
     queued = rank.counters.value("rewarm_kv_load_queue_bytes")
     assert queued in {0, payload, 2 * payload, 3 * payload}
     wait_loaded(rank)
-    times = rank.worker.take_report().times["r"]
+    before = time.monotonic()
+    report = rank.worker.take_report()
+    assert before <= report.told_at <= time.monotonic()
+    times = report.times["r"]
     (opened,) = rank.worker._setup.volume.roots
     assert times.root_bytes == {opened.file.root_id: 3 * payload}
     assert all(seconds >= 0 for seconds in times.parts)

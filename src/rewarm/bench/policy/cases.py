@@ -15,6 +15,8 @@ from rewarm.kv.choose import LoadPolicy
 from rewarm.kv.costs import Costs
 from rewarm.kv.rates import PrefillModel, StorageRates
 
+LAUNCH_S = 0.002
+"""To give a step to a device that runs its steps by itself."""
 WARM_UP_S = 10_000.0
 """When the prompts that count begin to arrive; those that a server has seen before are long done by then."""
 
@@ -40,7 +42,9 @@ class Case:
 
 
 def make_case(number: int) -> Case:
-    """The same for the same number: odd ones arrive at once, even ones one after the other."""
+    """The same for the same number: odd ones arrive at once, even ones one after the other. Half have two steps in
+    flight, half decode after their prompts.
+    """
     rng = random.Random(f"policy case {number}")
     chunk_tokens = rng.choice([128, 256, 512])
     token_s = _log_uniform(rng, 1e-5, 1e-3)
@@ -67,6 +71,10 @@ def make_case(number: int) -> Case:
         read_noise=rng.choice([0.0, 0.05, 0.2]),
         compute_noise=rng.choice([0.0, 0.01, 0.03]),
         seed=number,
+        steps_in_flight=1 + number // 2 % 2,
+        launch_s=LAUNCH_S,
+        ring_chunks=8,
+        decode_tokens=number // 4 % 2 * 16,
     )
     at_s, prompts = WARM_UP_S, []
     for index, length in enumerate(lengths):

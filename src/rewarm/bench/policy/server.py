@@ -1,11 +1,12 @@
 """A model server in simulated time, with the parts of vLLM's scheduler that matter to a policy.
 
 In each step the prompts that are being computed take tokens first, oldest first; while some are left, waiting requests
-are asked for in order of arrival, each at most once. A load takes no tokens. What ranks tell of loads comes with a
-step's output: of a machine with one step in flight as of the step's end, of one with two (vLLM's asynchronous
-scheduling, read in 0.26) as of its launch, when the step before it has just begun to run, so that it is one or two
-steps old. On such a machine a load that is ordered while a step runs is put in place only when that step has ended, and
-is read ahead only as far as the ring holds it.
+are asked for in order of arrival, each at most once. A load takes no tokens. One step is in flight, or two (vLLM's
+asynchronous scheduling): then the next one is given out when the oldest has ended and the other has just begun. What
+ranks tell of loads comes with a step's output, and is as old as the step: it is of the time when the step was launched,
+and of two in flight the second was launched when the first had just begun. A load that is ordered behind a running step
+is put in place only when that has ended, and is read ahead only as far as the ring holds it. A step without tokens ends
+when a load does, or after 5 ms.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class _Live:
     prompt: Prompt
     position: int = 0
     """Tokens that are in place, or given out to a step."""
+    num_decoding: int = 0
+    """Tokens after the prompt that were given out to steps."""
     num_decoded: int = 0
+    """Of them, those whose step has ended."""
     is_running: bool = False
     is_loaded: bool = False
     """Its load has ended and brought something: it is computed without being asked for again."""
@@ -69,7 +73,8 @@ class _Live:
     """Chunk -> when it was in place."""
     num_told: int = 0
     """Of those, chunks that the policy knows of."""
-    is_cut: bool = False
+    cut_s: float | None = None
+    """When its load was cut."""
 
 
 @dataclass(slots=True)
@@ -79,11 +84,16 @@ class _Step:
     number: int
     parts: list[Part]
     decoding: list[str]
-    end_s: float
+    end_s: float = 0.0
     moved: list[tuple[int, float, float]] = field(default_factory=list)
     """(root, chunks, busy seconds) that its report tells."""
     told_at_s: float = 0.0
     """What is in its report is of this time."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the device has something to do in it."""
+        return bool(self.parts or self.decoding)
 
 
 class Server:
@@ -117,8 +127,10 @@ class Server:
             if self._live:
                 step = self._launch(number)
                 self._steps.append(step)
-                if len(self._steps) < self._machine.steps_in_flight and (step.parts or step.decoding):
+                if len(self._steps) < self._machine.steps_in_flight and step.has_work:
                     continue
+                while not step.has_work and len(self._steps) > 1:
+                    self._finish(self._steps.popleft())
             elif not self._steps:
                 if not self._coming:
                     return self._outcome
@@ -143,19 +155,16 @@ class Server:
         for name in self._policy.to_cut():
             self._cut(self._live[name])
         self._policy.step_begun(number, parts)
-        step = _Step(number, parts, decoding, 0.0)
-        if parts or decoding:
+        step = _Step(number, parts, decoding)
+        if step.has_work:
             compute_s = sum(self._machine.compute_s(self._live[name].prompt, begin, end) for name, begin, end in parts)
             begin_s = max(self._device_free_s, self._clock.now_s)
             step.end_s = self._device_free_s = begin_s + self._machine.base_s + compute_s
+            self._advance(self._clock.now_s + self._machine.launch_s)
         else:
-            step.end_s = self._idle_end_s(is_hurried)
-        if self._machine.steps_in_flight > 1:
-            if parts or decoding:
-                self._advance(self._clock.now_s + self._machine.launch_s)
-            else:
-                self._advance(step.end_s)
-            self._take(step)
+            self._advance(self._idle_end_s(is_hurried))
+            step.end_s = self._clock.now_s
+        self._take(step)
         return step
 
     def _schedule(self) -> tuple[list[Part], list[str]]:
@@ -165,8 +174,8 @@ class Server:
         decoding: list[str] = []
         for live in self._running:
             if live.position == live.prompt.num_tokens:
-                if live.num_decoded < self._machine.decode_tokens:
-                    live.num_decoded += 1
+                if live.num_decoding < self._machine.decode_tokens:
+                    live.num_decoding += 1
                     decoding.append(live.prompt.name)
                     budget -= 1
                 continue
@@ -205,21 +214,20 @@ class Server:
 
     def _load(self, live: _Live, num_chunks: int) -> None:
         live.wanted = num_chunks
-        if self._machine.steps_in_flight > 1:
-            live.gate_s = self._device_free_s
+        live.gate_s = self._device_free_s
         for chunk in range(num_chunks):
             self._roots[self._machine.root_of(live.prompt.name, chunk)].add(live.prompt, chunk, live.gate_s)
 
     def _cut(self, live: _Live) -> None:
         for root in self._roots:
             root.cancel(live.prompt.name)
-        live.is_cut = True
+        live.cut_s = self._clock.now_s
 
     def _idle_end_s(self, is_hurried: bool) -> float:
         """The end of a step that computes nothing."""
         now_s = self._clock.now_s
         if self._steps:
-            return now_s  # its output is looked at after that of the step that runs
+            return now_s  # it ends while another one runs
         if not any(root.queue for root in self._roots):
             is_loading = any(live.wanted for live in self._live.values())
             self._outcome.idle_waits += not is_loading
@@ -234,7 +242,7 @@ class Server:
     # Its end.
 
     def _advance(self, until_s: float) -> None:
-        """Let time pass."""
+        """Let time pass, if it has not passed yet."""
         for root in self._roots:
             for name, chunk, at_s in root.advance(self._clock.now_s, until_s):
                 self._live[name].done[chunk] = at_s
@@ -246,21 +254,20 @@ class Server:
         step.moved = [(number, *root.take()) for number, root in enumerate(self._roots)]
 
     def _finish(self, step: _Step) -> None:
-        self._advance(max(self._clock.now_s, step.end_s))
-        if self._machine.steps_in_flight == 1:
-            self._take(step)
+        self._advance(step.end_s)
         for live in list(self._live.values()):
             self._report_load(live, step.told_at_s)
         for number, num_read, busy_s in step.moved:
             if busy_s > 0:
                 self._policy.moved(number, num_read * self._machine.chunk_bytes, busy_s)
-        self._policy.step_ended(step.number)
+        self._policy.step_ended(step.number, step.told_at_s)
         for name, _, end in step.parts:
             if end == self._live[name].prompt.num_tokens:
                 self._outcome.end_s[name] = self._clock.now_s
                 if not self._machine.decode_tokens:
                     self._forget(name)
         for name in step.decoding:
+            self._live[name].num_decoded += 1
             if self._live[name].num_decoded == self._machine.decode_tokens:
                 self._forget(name)
         self._outcome.decisions += self._policy.ended
@@ -279,7 +286,7 @@ class Server:
         has_all = len(placed) == live.wanted
         self._policy.loaded(name, len(placed) - live.num_told)
         live.num_told = len(placed)
-        if not has_all and not live.is_cut:
+        if not has_all and (live.cut_s is None or told_at_s < live.cut_s):
             return
         if has_all and told_at_s < max(live.done.values()) + self._machine.load_overhead_s:
             return
