@@ -137,6 +137,8 @@ class StepReport:
     """Rank -> (canonical JSON of the layout of its planes, bytes of its part of a chunk); told once."""
     stored: dict[bytes, int] = field(default_factory=dict)
     """Chunk id -> ranks that hold its record now."""
+    paused: set[str] = field(default_factory=set)
+    """root_id of each root that a rank does not read now."""
     elsewhere: dict[bytes, str] = field(default_factory=dict)
     """Record key -> root_id, of stored records that are on another root than their first one."""
     dropped: dict[bytes, int] = field(default_factory=dict)
@@ -158,6 +160,7 @@ class StepReport:
         """Take another rank's report in."""
         self.layouts.update(other.layouts)
         self.elsewhere.update(other.elsewhere)
+        self.paused |= other.paused
         self.step = max(self.step, other.step)
         self.told_at = min(self.told_at, other.told_at)
         self.store_room = min(self.store_room, other.store_room)

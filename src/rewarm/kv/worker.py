@@ -155,6 +155,7 @@ class RankWorker(ABC):
         report.delivered = self._take_flows()
         report.store_room = self._buffer.num_free
         report.store_stuck_s = self._buffer.stuck_s()
+        report.paused = self._setup.volume.paused()
         counters = self._setup.counters
         num_open = sum(load.left for load in self._loads.values())
         counters.set("rewarm_kv_load_queue_bytes", num_open * self._setup.payload_bytes)

@@ -50,6 +50,11 @@ class Pause:
                 self._until = self._clock() + self._next_s
                 self._next_s = min(2 * self._next_s, MAX_PAUSE_S)
 
+    def follow(self) -> None:
+        """Another process of the server stays away now: so does this one, for a second, or until it is told again."""
+        with self._lock:
+            self._until = max(self._until, self._clock() + FIRST_PAUSE_S)
+
     def close(self) -> None:
         """Stay away for good."""
         with self._lock:
@@ -100,6 +105,8 @@ class RootHealth:
         self.loads = Pause(clock)
         self.stores = Pause(clock)
         self.bad_records = BadRecords()
+        self.is_slow = False
+        """It delivered far less than it used to, and has not been seen to deliver as before since."""
         self.store_error = 0
         """errno of the last store, 0 when it worked; for reports."""
 
@@ -112,7 +119,15 @@ class RootHealth:
         """Learn from the result of a read or a probe: 0 or errno."""
         if result in _OF_THE_DEVICE:
             self.loads.failed()
-        elif result in {0, errno.ENOENT}:
+        elif result in {0, errno.ENOENT} and not self.is_slow:
+            self.loads.worked()
+
+    def note_pace(self, *, is_slow: bool) -> None:
+        """Learn that it delivers far less than it used to, or as before again."""
+        self.is_slow = is_slow
+        if is_slow:
+            self.loads.failed()
+        else:
             self.loads.worked()
 
     def note_store(self, result: int) -> None:

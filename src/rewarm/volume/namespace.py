@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from rewarm.engine.base import NUM_ROOTS, Priority, Probe, ReadRecord, RecordTarget, Transfer
+from rewarm.engine.base import NUM_ROOTS, Priority, Probe, ReadRecord, RecordTarget, ToMemory, Transfer
 from rewarm.engine.record import KEY_BYTES
 from rewarm.engine.scan import scan_keys
 from rewarm.errors import UsageError
@@ -197,7 +197,10 @@ class Namespace:
     def _submit(self, number: int, order: Reads, positions: Sequence[int]) -> Part:
         reads = self._reads(number, order.targets, positions)
         completion = self._volume.engine.submit(reads, priority=order.priority, deadline_s=order.left_s())
-        return Part(completion, positions, self._load_note(number, order.targets), number)
+        part = Part(completion, positions, self._load_note(number, order.targets), number)
+        if not isinstance(order.targets[positions[0]][1], ToMemory):
+            self._volume.read_watch.add(part)
+        return part
 
     def finder(self, order: Reads) -> Again | None:
         """What looks on the other roots for records that this process does not know: another one may have stored them

@@ -76,6 +76,8 @@ class StoreThread:
         """Whether the last store found no room."""
         self.refused_bytes = 0
         """Length of the record that the store budget had no room for; 0: it has some."""
+        self.queued_bytes = 0
+        """Of all records that wait to be written, or are being written."""
         self._since: float | None = None
         """When the oldest record was queued that is being written; None: none is."""
         self._stop = threading.Event()
@@ -91,6 +93,7 @@ class StoreThread:
         """Queue a record; returns at once."""
         with self._closing:
             if not self._is_closing:
+                self.queued_bytes += item.namespace.file.record_bytes
                 self._queue.put(item)
                 return
         item.settle(is_stored=False)
@@ -119,6 +122,8 @@ class StoreThread:
                 for item in items:  # whatever happened, nobody waits for ever; the settled ones stay as they are
                     item.settle(is_stored=False)
                 self._since = None
+                with self._closing:
+                    self.queued_bytes -= sum(item.namespace.file.record_bytes for item in items)
             if time.monotonic() >= next_housekeeping or not is_open:
                 self._flush()
                 self._tell()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rewarm.engine.base import Flow, Priority
@@ -94,6 +94,14 @@ class TieredVolume:
     def is_over_budget(self) -> bool:
         """As Volume.is_over_budget; memory does not wear."""
         return self._flash.is_over_budget
+
+    def paused(self) -> set[str]:
+        """As Volume.paused(), of flash: what memory lacks is on flash."""
+        return self._flash.paused()
+
+    def follow(self, paused: Collection[str]) -> None:
+        """As Volume.follow()."""
+        self._flash.follow(paused)
 
     def flow(self, root_number: int) -> Flow:
         """As Volume.flow(), of either; they are told apart where each has an engine of its own."""

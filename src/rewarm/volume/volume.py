@@ -29,6 +29,7 @@ from rewarm.volume.namespace import Namespace
 from rewarm.volume.open_root import Root
 from rewarm.volume.opening import close_root, open_root
 from rewarm.volume.placement import Placement
+from rewarm.volume.read_watch import ReadWatch
 from rewarm.volume.session import Did
 from rewarm.volume.store_thread import StoreItem, StoreThread
 from rewarm.volume.usage import read_usage
@@ -38,6 +39,10 @@ _log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
 LOOK_AT_ROOTS_S = 1.0
+MIN_AHEAD_RECORDS = 3
+"""A root for which more waits than for the one with the least does not keep up either: by more than half of what
+waits for a root on the mean, and by more than so many records. One that is slow would else come to hold all the memory
+in which a server stages what it stores, and the fast ones would have nothing to do."""
 MAX_LAG_S = 0.5
 """A root whose oldest record has been waiting for longer does not keep up: others are stored on the key's next root."""
 _MAX_DAMAGED = 10_000
@@ -89,6 +94,7 @@ class Volume:
         self.counters.watch(self._gauges.at_hand)
         if not read_only:
             self._store_threads = [StoreThread(self, number, self._housekeep) for number in range(len(self.roots))]
+        self.read_watch = ReadWatch(self.roots, self.flow)
         self._is_ending = threading.Event()
         threading.Thread(target=self._watch, name="rewarm-roots", daemon=True).start()
 
@@ -177,6 +183,16 @@ class Volume:
         total = self.capacity_bytes
         return {root.file.root_id: root.file.capacity_bytes / total for root in self.roots if root.is_member}
 
+    def paused(self) -> set[str]:
+        """root_id of each root that is not read now: it fails, hangs, or delivers far less than it did."""
+        return {root.file.root_id for root in self.roots if root.is_member and root.health.loads.is_on}
+
+    def follow(self, paused: Collection[str]) -> None:
+        """Do not count on roots that another process of the same server does not read now; told again at every step."""
+        for root in self.roots if paused else ():
+            if root.file.root_id in paused:
+                root.health.loads.follow()
+
     def flow(self, root_number: int) -> Flow:
         """What the engine's reads of a root have brought so far."""
         return self.engine.flow(root_number % NUM_ROOTS)
@@ -262,6 +278,7 @@ class Volume:
                 return
             self._is_closed = True
         self._is_ending.set()
+        self.read_watch.close()
         self.counters.unwatch(self._gauges.at_hand)
         ended = [thread.close(CLOSE_WAIT_S) for thread in self._store_threads] or [True] * len(self.roots)
         for root, has_ended in zip(self.roots, ended, strict=True):
@@ -317,22 +334,29 @@ class Volume:
         """Hand records to the threads of their roots."""
         if self.read_only:
             raise UsageError("this volume was opened read-only")
-        now = self.clock()
+        now, placement = self.clock(), self.placement  # of these roots, whatever is added meanwhile
         lags_s = [thread.lag_s(now) for thread in self._store_threads]
         for index, (key, address) in enumerate(payloads):
-            number = self._root_to_store_on(self.placement.order(key), lags_s)
+            number = self._root_to_store_on(placement.order(key), lags_s, namespace.file.record_bytes)
             self._store_threads[number].put(StoreItem(namespace, key, address, handle, index, now))
 
-    def _root_to_store_on(self, order: Sequence[int], lags_s: Sequence[float]) -> int:
+    def _root_to_store_on(self, order: Sequence[int], lags_s: Sequence[float], record_bytes: int) -> int:
         """The first root of an order that works and keeps up with what it is to write; else the one least behind.
 
         So each root gets what its capacity asks for as long as it can write that, and what it can write where it
-        cannot; a root that was behind is back as soon as it has nothing to write.
+        cannot; a root that was behind is back as soon as it has nothing to write. What cannot be read now is not
+        written to either, if there is another root.
         """
-        able = [number for number in order if not self.roots[number].health.stores.is_on]
+        writable = [number for number in order if not self.roots[number].health.stores.is_on]
+        able = [number for number in writable if not self.roots[number].health.loads.is_on] or writable
         if not able:
             return order[0]
-        return next((number for number in able if lags_s[number] <= MAX_LAG_S), min(able, key=lags_s.__getitem__))
+        prompt = [number for number in able if lags_s[number] <= MAX_LAG_S]
+        if not prompt:
+            return min(able, key=lags_s.__getitem__)
+        queued = [self._store_threads[number].queued_bytes for number in prompt]
+        most = min(queued) + max(MIN_AHEAD_RECORDS * record_bytes, sum(queued) // (2 * len(queued)))
+        return next(number for number, waits in zip(prompt, queued, strict=True) if waits <= most)
 
     def note_damaged(self, root: Root, namespace_id: bytes, key: bytes) -> None:
         """A record failed its check: absent from now on, until it is written again."""

@@ -64,16 +64,16 @@ def test_a_root_that_does_not_keep_up_loses_stores_until_it_does(three: list[str
     namespace = namespace_of(volume)
     engine.closed = three[0]
     mine = [n for n in range(200) if first_root(volume, n) == three[0]]
-    hung, memory = start_store(namespace, mine[:4])
+    hung, memory = start_store(namespace, mine[:2])
     thread = volume._store_threads[0]
     wait_for(lambda: thread.lag_s(now[0]) == 0 and thread._since is not None, "the writes to begin")
     now[0] += 0.4
-    late, more_memory = start_store(namespace, mine[4:8])
+    late, more_memory = start_store(namespace, mine[2:4])
     now[0] += 0.2
-    handle, third_memory = start_store(namespace, mine[8:20])
+    handle, third_memory = start_store(namespace, mine[4:20])
     assert handle.wait(30)
-    assert handle.results() == [True] * 12
-    assert set(handle.elsewhere) == {key(n) for n in mine[8:20]}
+    assert handle.results() == [True] * 16
+    assert set(handle.elsewhere) == {key(n) for n in mine[4:20]}
     assert set(handle.elsewhere.values()) == {root.file.root_id for root in volume.roots[1:]}
     assert not late.done(), "by then it was not known to be slow"
     engine.may_end.set()
@@ -82,7 +82,7 @@ def test_a_root_that_does_not_keep_up_loses_stores_until_it_does(three: list[str
     assert not late.elsewhere
     wait_for(lambda: thread._since is None, "the root to be idle")
     assert store(namespace, mine[20:24]) == [True] * 4
-    assert len(record_files(three[0])) == 12, "it is used again"
+    assert len(record_files(three[0])) == 8, "it is used again"
     assert load(namespace, mine[:24]) == [Outcome.HIT] * 24
     for buffer in (memory, more_memory, third_memory):
         buffer.close()
@@ -92,9 +92,58 @@ def test_a_root_that_does_not_keep_up_loses_stores_until_it_does(three: list[str
 def test_where_all_are_behind_the_one_least_behind_is_next(three: list[str], bench: Bench) -> None:
     volume = bench.open(*three)
     for lags_s, chosen in (([0, 0, 0], 2), ([0, 0, 0.5], 2), ([0, 0, 0.6], 0), ([1, 0, 1], 1), ([1, 2, 3], 0)):
-        assert volume._root_to_store_on([2, 0, 1], lags_s) == chosen
+        assert volume._root_to_store_on([2, 0, 1], lags_s, MIB) == chosen
     volume.roots[0].health.note_store(errno.EIO)
-    assert volume._root_to_store_on([2, 0, 1], [1, 2, 3]) == 1
+    assert volume._root_to_store_on([2, 0, 1], [1, 2, 3], MIB) == 1
+
+
+def test_a_root_for_which_much_more_waits_than_for_others_is_passed_by(three: list[str], bench: Bench) -> None:
+    volume = bench.open(*three)
+    threads = volume._store_threads
+    for waiting, chosen in (
+        ([0, 0, 3], 2),  # three records are nothing
+        ([0, 0, 4], 0),
+        ([4, 0, 4], 1),
+        ([9, 8, 10], 2),
+        ([40, 30, 60], 0),  # the mean is 43, half of it 21
+        ([40, 30, 50], 2),
+    ):
+        for thread, records in zip(threads, waiting, strict=True):
+            thread.queued_bytes = records * MIB
+        assert volume._root_to_store_on([2, 0, 1], [0, 0, 0], MIB) == chosen, waiting
+    threads[1].queued_bytes = threads[2].queued_bytes = 99 * MIB
+    threads[0].queued_bytes = 0
+    assert volume._root_to_store_on([2, 0, 1], [0.6, 0, 0], MIB) == 2, "what hangs has a short queue, and is not asked"
+    for thread in threads:
+        thread.queued_bytes = 0
+
+
+def test_a_root_that_cannot_be_read_is_not_written_to_either(three: list[str], bench: Bench) -> None:
+    volume = bench.open(*three)
+    namespace = namespace_of(volume)
+    volume.roots[1].health.loads.failed()
+    assert all(store(namespace, range(40)))
+    assert [len(record_files(root)) > 0 for root in three] == [True, False, True]
+    for root in volume.roots:
+        root.health.loads.failed()
+    assert all(store(namespace, range(40, 60))), "all the same where no other is left"
+    assert len(record_files(three[1])) > 0
+
+
+def test_what_was_queued_is_counted_until_it_is_written(three: list[str]) -> None:
+    engine = Gated()
+    bench = Bench(engine)
+    volume = bench.open(*three)
+    namespace = namespace_of(volume)
+    engine.closed = three[0]
+    mine = [n for n in range(200) if first_root(volume, n) == three[0]][:2]
+    handle, memory = start_store(namespace, mine)
+    assert volume._store_threads[0].queued_bytes == 2 * namespace.file.record_bytes
+    engine.may_end.set()
+    assert handle.wait(30)
+    wait_for(lambda: not volume._store_threads[0].queued_bytes, "the count to go down")
+    memory.close()
+    bench.close()
 
 
 def test_who_does_not_know_a_record_looks_on_every_root(three: list[str], bench: Bench) -> None:

@@ -248,6 +248,7 @@ class SchedulerSide:
         ended = {request_id: self._end_load(request_id) for request_id in finished_recving}
         if report is None:
             return
+        self._setup.volume.follow(report.paused)
         self._held.reported(report.step, report.store_room, report.store_stuck_s)
         if self._pilot is not None:
             if self._num_changes != self._setup.volume.num_changes:
