@@ -46,7 +46,8 @@ class Gauges:
             self._note_away(set(volume.away))
             for root in [root for root in volume.roots if root.is_member]:
                 counters.set("rewarm_root_capacity_bytes", root.file.capacity_bytes, root.name)
-                counters.set("rewarm_root_healthy", float(not root.health.loads.is_on), root.name)
+                is_read = not (root.health.loads.is_on or root.is_away)
+                counters.set("rewarm_root_healthy", float(is_read), root.name)
                 counters.set("rewarm_root_stores_paused", float(root.health.stores.is_on), root.name)
                 for way, pause in zip(WAYS, (root.health.loads, root.health.stores), strict=True):
                     count, counted = pause.count, self._pauses.get((root.name, way), 0)

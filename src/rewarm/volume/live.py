@@ -53,7 +53,7 @@ class RootNumbers:
     written_bytes: float = 0.0
     write_s: float = 0.0
     is_read: float = 0.0
-    """1; 0 while the root is left alone after an error."""
+    """1; 0 while the root is left alone after an error, or away."""
     is_written: float = 0.0
     """1; 0 while nothing is stored there, after an error or for want of room."""
     damaged_records: float = 0.0
@@ -168,7 +168,7 @@ class LiveReport:
                     read_s=flow.busy_s,
                     written_bytes=total("rewarm_root_written_bytes_total", root.name),
                     write_s=total("rewarm_root_write_seconds_total", root.name),
-                    is_read=float(not root.health.loads.is_on),
+                    is_read=float(not (root.health.loads.is_on or root.is_away)),
                     is_written=float(not root.health.stores.is_on),
                     damaged_records=total("rewarm_damaged_records_total", root.name),
                     io_errors=total("rewarm_io_errors_total", root.name),

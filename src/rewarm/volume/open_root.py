@@ -27,6 +27,8 @@ class Root:
     health: RootHealth = field(default_factory=RootHealth)
     is_member: bool = True
     """False: it was removed from the volume, and only keeps its number."""
+    is_away: bool = False
+    """Its directory is no longer the root that was opened, when somebody last looked: it was unmounted, or moved."""
     identity: tuple[int, int] = (0, 0)
     """Device and inode of the volume file: an unmounted root leaves an empty directory that must not be written to."""
 

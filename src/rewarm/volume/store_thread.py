@@ -35,6 +35,8 @@ _GROUPS = 8
 """A group that waits for room is at most this part of the capacity: else one request could empty the volume."""
 HOUSEKEEPING_S = 1.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_OF_NO_DEVICE = {*_FULL, errno.ENODEV}
+"""Errors of stores with which a look at the root's directory does not hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +294,14 @@ class StoreThread:
             pass
 
     def _tell(self) -> None:
-        """Say how this process does, to whoever watches; on a root that fails, what was said there last stays."""
+        """Look whether the root is there, and say how this process does, to whoever watches; on a root that fails, what
+        was said there last stays.
+        """
         session, health = self._root.session, self._root.health
-        is_failing = health.loads.is_on or (health.stores.is_on and health.store_error not in _FULL)
-        if session is not None and not is_failing and self._root.is_mounted():
+        if health.loads.is_on or (health.stores.is_on and health.store_error not in _OF_NO_DEVICE):
+            return
+        self._root.is_away = not self._root.is_mounted()
+        if session is not None and not self._root.is_away:
             with suppress(OSError):
                 session.tell(self._volume.live_report())
 

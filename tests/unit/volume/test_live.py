@@ -225,6 +225,19 @@ def test_a_root_that_fails_keeps_what_was_said_last(root: str, bench: Bench, mon
     assert written
 
 
+def test_a_root_that_goes_away_and_comes_back_is_seen_without_any_request(tmp_path: Path, bench: Bench) -> None:
+    roots = [str(tmp_path / name) for name in "ab"]
+    create_volume(roots, capacity_bytes=64 * MIB)
+    volume, gone_id = bench.open(*roots), read_root_file(roots[1]).root_id
+    wait_for(lambda: _is_read(roots[0], gone_id) == 1, "what the process says of both")
+    os.rename(roots[1], f"{roots[1]}.away")  # as after an unmount: other files, or none, under the old name
+    wait_for(lambda: _is_read(roots[0], gone_id) == 0, "the root that is away")
+    assert [volume.counters.value("rewarm_root_healthy", root) for root in roots] == [1, 0]
+    os.rename(f"{roots[1]}.away", roots[1])
+    wait_for(lambda: _is_read(roots[0], gone_id) == 1, "the root that is back")
+    assert [volume.counters.value("rewarm_root_healthy", root) for root in roots] == [1, 1]
+
+
 def test_volumes_of_one_process_are_told_apart(root: str, bench: Bench) -> None:
     volumes: list[Volume] = [bench.open(root), bench.open(root)]
     assert parse(volumes[0].live_report(), "").instance != parse(volumes[1].live_report(), "").instance
