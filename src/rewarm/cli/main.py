@@ -31,6 +31,7 @@ _COMMANDS = {
     "config": _Entry("Show what is configured, and where each value came from."),
     "doctor": _Entry("Check whether this machine fits together."),
     "kv": _Entry("Explain what a server loaded and computed; pin prompts."),
+    "lmcache": _Entry("Configure LMCache with its KV on a volume."),
     "trial": _Entry("Prove on a real server whether recovery from flash is faster, and right.", extra="trial"),
     "vllm": _Entry("Configure a vLLM server, and check whether its tier hits."),
     "volume": _Entry("Create, look into, verify, empty, export and import volumes."),

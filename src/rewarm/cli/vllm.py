@@ -13,15 +13,12 @@ from typing import Any
 
 import click
 
-from rewarm.cli.common import json_option, note, print_json, print_table
+from rewarm.cli.common import json_option, print_json, print_table
+from rewarm.cli.ensure import ensure_volume, size_option
 from rewarm.cli.server import ask_server
 from rewarm.config import POLICIES, STORE_RULES, KvConfig, resolve
-from rewarm.engine import EngineConfig, open_engine
 from rewarm.errors import ExitCode, UsageError
-from rewarm.units import format_size, parse_size
-from rewarm.volume import Volume, create_volume
-
-ROOT_FILE = "rewarm.volume"
+from rewarm.units import format_size
 
 
 @click.group("vllm")
@@ -50,12 +47,12 @@ def config(roots: tuple[str, ...], size: str | None, host_tier: str | None, **fl
     if roots:
         given["roots"] = tuple(os.path.abspath(root) for root in roots)
     if host_tier is not None:
-        given["host_bytes"] = _size("--host-tier", host_tier)
-    capacity_bytes = None if size is None else _size("--size", size)
+        given["host_bytes"] = size_option("--host-tier", host_tier)
+    capacity_bytes = None if size is None else size_option("--size", size)
     asked = resolve(KvConfig, arguments={**given, "capacity_bytes": capacity_bytes}).config
     if not asked.roots:
         raise UsageError("no directory was named", hint="rewarm vllm config --root DIR --size 200GiB")
-    _ensure_volume(asked)
+    ensure_volume(asked)
     transfer_config = {
         "kv_connector": "RewarmConnector",
         "kv_connector_module_path": "rewarm.adapters.vllm",
@@ -64,41 +61,6 @@ def config(roots: tuple[str, ...], size: str | None, host_tier: str | None, **fl
         "kv_connector_extra_config": {**given, "roots": list(asked.roots)},
     }
     click.echo(json.dumps(transfer_config, separators=(",", ":")))
-
-
-def _size(option: str, text: str) -> int:
-    num_bytes = parse_size(text)
-    if num_bytes <= 0:
-        raise UsageError(f"{option} is {text}", hint="like 200GiB")
-    return num_bytes
-
-
-def _ensure_volume(asked: KvConfig) -> None:
-    """Open the volume to see that it is whole, or make it."""
-    if any(os.path.lexists(os.path.join(root, ROOT_FILE)) for root in asked.roots):
-        capacity_bytes = _capacity_of(asked)
-        if asked.capacity_bytes not in (0, capacity_bytes):
-            note(f"the volume is there and keeps its capacity of {format_size(capacity_bytes)}")
-        return
-    where = ", ".join(asked.roots)
-    if asked.read_only:
-        raise UsageError(f"there is no volume to read in {where}", hint="leave --read-only out to make one")
-    if not asked.capacity_bytes:
-        raise UsageError(f"there is no volume in {where} yet", hint="say how much it may hold, like --size 200GiB")
-    made = create_volume(asked.roots, capacity_bytes=asked.capacity_bytes)
-    note(f"made a volume of {format_size(made.capacity_bytes)} in {where}")
-
-
-def _capacity_of(asked: KvConfig) -> int:
-    engine = open_engine(EngineConfig(kind="pure", num_workers=1))
-    try:
-        volume = Volume.open(asked.roots, engine=engine, read_only=True, janitor=False)
-        try:
-            return volume.capacity_bytes
-        finally:
-            volume.close()
-    finally:
-        engine.close()
 
 
 @dataclass(frozen=True, slots=True)

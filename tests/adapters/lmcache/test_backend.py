@@ -294,6 +294,15 @@ def test_a_chunk_larger_than_a_record_is_refused_with_a_chunk_size(root: str) ->
         open_seat(root, CpuBackend(), metadata(shape=(2, 128, 256, 8192)))
 
 
+def test_vllm_that_draws_its_seed_anew_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(backend_module, "_seed_is_fixed", lambda: False)
+    with pytest.raises(StartRefused, match="PYTHONHASHSEED=0"):
+        open_seat(root, CpuBackend())
+    monkeypatch.setattr(backend_module, "_seed_is_fixed", lambda: True)
+    open_seat(root, CpuBackend()).close()
+
+
 def test_a_seed_of_hashes_is_enough(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     open_seat(root, CpuBackend(), pre_caching_hash_algorithm="builtin").close()

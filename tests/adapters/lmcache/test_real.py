@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import threading
@@ -137,6 +138,28 @@ def test_the_plug_in_through_lmcaches_launcher_and_memory(root: str, loop: Any) 
 def test_lmcaches_launcher_does_not_serve_without_the_tier(root: str, loop: Any) -> None:
     with pytest.raises(StartRefused, match="save_unfull_chunk: false"):
         launched(root, loop, save_unfull_chunk=True)
+
+
+def test_lmcache_reads_what_rewarm_lmcache_config_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.distributed.l2_adapters import config as l2_config
+
+    from rewarm.cli.common import run
+    from rewarm.cli.main import cli
+
+    place = ["--root", str(tmp_path / "kv"), "--size", "64MiB", "--model", f"{drive.MODEL}=label:x"]
+    assert run(cli, ["lmcache", "config", "--mode", "engine", *place]) == 0
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(capsys.readouterr().out)
+    config = LMCacheEngineConfig.from_file(str(file))
+    assert config.storage_plugins == ["rewarm"]
+    assert config.extra_config["rewarm.weights"] == {drive.MODEL: "label:x"}
+    assert run(cli, ["lmcache", "config", "--mode", "server", *place]) == 0
+    parser = argparse.ArgumentParser()
+    l2_config.add_l2_adapters_args(parser)
+    arguments = parser.parse_args(["--l2-adapter", capsys.readouterr().out.strip()])
+    adapter = l2_config.parse_args_to_l2_adapters_config(arguments).adapters[0]
+    assert adapter.adapter_params["roots"] == [str(tmp_path / "kv")]
 
 
 def test_the_l2_adapter_through_lmcaches_factory_and_memory(root: str) -> None:

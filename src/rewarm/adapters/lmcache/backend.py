@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -355,12 +356,7 @@ def check_served(config: Any, metadata: Any, settings: Settings) -> int:
             f"LMCache's chunk_size is {config.chunk_size}, and {PREFIX}chunk_tokens says {settings.chunk_tokens}",
             hint=f"set {PREFIX}chunk_tokens: {config.chunk_size} in {WHERE}, or leave it out",
         )
-    if config.pre_caching_hash_algorithm == "builtin" and not os.environ.get("PYTHONHASHSEED", "").isdigit():
-        raise AdapterError(
-            "LMCache hashes tokens with Python's hash, which is another one in every process",
-            hint="set PYTHONHASHSEED=0 in the environment of every process of the server, or "
-            "pre_caching_hash_algorithm: sha256_cbor in LMCache's configuration",
-        )
+    _check_hashes(config)
     object_bytes = _object_bytes(metadata)
     if object_bytes > MAX_PAYLOAD_BYTES:
         tokens = int(config.chunk_size) * MAX_PAYLOAD_BYTES // object_bytes // 16 * 16
@@ -370,6 +366,26 @@ def check_served(config: Any, metadata: Any, settings: Settings) -> int:
             hint=f"set chunk_size: {max(16, tokens)} in LMCache's configuration",
         )
     return object_bytes
+
+
+def _check_hashes(config: Any) -> None:
+    """Refuse what names all chunks anew at every start: Python's own hash, and the seed of vLLM before 0.30."""
+    if os.environ.get("PYTHONHASHSEED", "").isdigit():
+        return
+    algorithm = config.pre_caching_hash_algorithm
+    if algorithm == "builtin" or "xxhash" in algorithm or not _seed_is_fixed():
+        raise AdapterError(
+            f"LMCache hashes tokens here ({algorithm}) from a seed that is another one in every process",
+            hint="set PYTHONHASHSEED=0 in the environment of every process of the server",
+        )
+
+
+def _seed_is_fixed() -> bool:
+    if "vllm" not in sys.modules:
+        return True  # in another server LMCache starts from 0
+    from vllm.v1.core import kv_cache_utils
+
+    return getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None) is not None
 
 
 def _object_bytes(metadata: Any) -> int:
