@@ -149,10 +149,11 @@ class StagedWorker(RankWorker):
     # The server's thread.
 
     def _start_load(self, namespace: AnyNamespace, order: LoadOrder, deadline_s: float) -> Load:
+        started = time.monotonic()
         handle = namespace.load([(self._key(c.chunk), ToSlot()) for c in order.chunks], deadline_s=deadline_s)
         where = self._rows.locate([c.block_ids for c in order.chunks])
         ready = torch.accelerator.current_stream(self._setup.planes.device).record_event()
-        load = Load(order, time.monotonic(), len(order.chunks), handle)
+        load = Load(order, started, len(order.chunks), handle)
         self._incoming.append(_Active(load, ready, where))
         os.eventfd_write(self._wake_fd, 1)
         return load

@@ -414,8 +414,8 @@ class HostWorker(RankWorker):
             (self._key(chunk.chunk), ToBlocks(self._block_planes, chunk.block_ids, chunk.skip_blocks))
             for chunk in order.chunks
         ]
-        handle = namespace.load(targets, deadline_s=deadline_s)
-        return Load(order, time.monotonic(), len(order.chunks), handle)
+        started = time.monotonic()
+        return Load(order, started, len(order.chunks), namespace.load(targets, deadline_s=deadline_s))
 
     def _advance(self, wait_s: float) -> None:
         oldest = next(iter(self._loads.values()), None)

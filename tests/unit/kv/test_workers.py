@@ -23,7 +23,7 @@ from rewarm.kv.planes import find_planes  # noqa: E402
 from rewarm.kv.rank import RankSide  # noqa: E402
 from rewarm.kv.worker import HostWorker, RankSetup, RankWorker, StoreBuffer  # noqa: E402
 from rewarm.metrics import LOAD_PARTS, Counters  # noqa: E402
-from rewarm.volume import Outcome, StoreHandle, Volume, create_volume  # noqa: E402
+from rewarm.volume import LoadHandle, Namespace, Outcome, StoreHandle, Volume, create_volume  # noqa: E402
 from rewarm.volume.host_tier import HostCounters  # noqa: E402
 from rewarm.volume.tiered import AnyVolume, TieredVolume  # noqa: E402
 
@@ -317,6 +317,23 @@ def test_the_layout_is_told_once_and_a_reader_stores_nothing(root: Path) -> None
         assert not list(root.glob("*/??/*.rec"))
     finally:
         rank.close()
+
+
+def test_a_load_that_is_read_at_once_still_took_time_to_read(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.store({CHUNKS[0]: ids_of(0)})
+    stored_chunks(rank, 1)
+    load = Namespace.load
+
+    def read_at_once(*arguments: Any, **options: Any) -> LoadHandle:
+        handle = load(*arguments, **options)
+        assert handle.wait(WAIT_S)
+        return handle
+
+    monkeypatch.setattr(Namespace, "load", read_at_once)
+    rank.load([ChunkLoad(CHUNKS[0], array("q", ids_of(0)))])
+    wait_loaded(rank)
+    times = rank.worker.take_report().times["r"]
+    assert times.parts[LOAD_PARTS.index("read")] > 0
 
 
 @pytest.mark.parametrize("rank", DEVICES, indirect=True)
