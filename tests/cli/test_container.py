@@ -75,6 +75,29 @@ engine.close()
     assert done.returncode == 0, done.stderr
 
 
+def test_a_host_tier_has_what_dev_shm_has_room_for() -> None:
+    """Nothing of another size than fits is made, and who asked is told what to do."""
+    code = """
+import os
+from rewarm.errors import StorageError
+from rewarm.volume.host_tier import host_root, prepare
+root = host_root("0" * 32)
+try:
+    prepare(root, 64 << 20)
+except StorageError as error:
+    print(error.message, error.hint, os.path.exists(root), sep="|")
+prepare(root, 16 << 20)
+print(os.path.exists(root))
+"""
+    done = in_container(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    refused, made = done.stdout.splitlines()
+    assert "needs 64.0 MiB, and the tmpfs below /dev/shm/rewarm-0 has 32.0 MiB left" in refused
+    assert "--shm-size" in refused
+    assert refused.endswith("|False")
+    assert made == "True"
+
+
 def test_io_uring_by_name_is_refused_with_the_reason() -> None:
     code = """
 from rewarm.engine import open_engine
