@@ -2,7 +2,8 @@
 
 Base units, ``_total`` on counters, few labels with few values, never a key or a request. Anything above this module
 adds to a Counters; an adapter ships ``take()`` from each rank to where its server's metrics are read and renders
-METRICS there. The page docs/reference/metrics.md is made from the table.
+METRICS there. The page docs/reference/metrics.md is made from the table, and each metric has a place on the dashboard,
+in scripts/grafana_panels.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from volumes import MIB, Bench, load, namespace_of, record_files, store
+from volumes import MIB, Bench, load, namespace_of, record_files, store, wait_for
 
 from rewarm.engine import EngineConfig, open_engine
 from rewarm.engine.workers import TMPFS, file_system_type
@@ -23,6 +23,7 @@ from rewarm.volume.host_memory import free_memory
 from rewarm.volume.host_tier import host_root, prepare, with_host_tier
 from rewarm.volume.layout import RootPaths, read_root_file
 from rewarm.volume.tiered import TieredVolume
+from rewarm.volume.watch import look_at
 
 SIZE = 64 * MIB
 VOLUME_ID = "0123456789abcdef0123456789abcdef"
@@ -75,6 +76,23 @@ def test_it_is_made_with_the_first_start_and_found_by_the_next(root: str, bench:
     assert load(namespace_of(again), range(4)) == [Outcome.HIT] * 4
     assert again.host_root.file.root_id == first.host_root.file.root_id
     again.close()
+
+
+def test_it_can_be_watched_like_any_volume(root: str, bench: Bench, memory: Path) -> None:
+    volume = tiered(bench, root, memory)
+    namespace = namespace_of(volume)
+    store(namespace, range(4))
+    for _ in range(3):
+        load(namespace, range(4))
+        assert volume.wait_promoted(30)
+    where = volume.host_root
+
+    def read_bytes() -> float:
+        return sum(live.roots[where.file.root_id][1].read_bytes for live in look_at(where.name).lives)
+
+    wait_for(lambda: read_bytes() > 0, "what the process says of the host tier")
+    assert [live.pid for live in look_at(where.name).lives] == [os.getpid()]
+    volume.close()
 
 
 def test_the_usual_place_is_this_users_own() -> None:
