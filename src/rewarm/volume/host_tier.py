@@ -156,7 +156,7 @@ def prepare(root: str, capacity_bytes: int) -> None:
                 _check_own(root)
             file = _read_root(root)
             used_bytes = 0 if file is None else read_usage(RootPaths(root).usage).used_bytes
-            _check_room(place, max(0, capacity_bytes - used_bytes))
+            _check_room(root, max(0, capacity_bytes - used_bytes))
             if file is None:
                 create_volume([root], capacity_bytes=capacity_bytes)
             elif file.capacity_bytes != capacity_bytes:
@@ -200,7 +200,8 @@ def _check_in_memory(place: str) -> None:
         )
 
 
-def _check_room(place: str, need_bytes: int) -> None:
+def _check_room(root: str, need_bytes: int) -> None:
+    place = os.path.dirname(root)
     numbers = os.statvfs(place)
     free_bytes = max(0, numbers.f_bavail * numbers.f_frsize - RESERVE_BYTES)
     memory_bytes, what = free_memory()
@@ -212,8 +213,25 @@ def _check_room(place: str, need_bytes: int) -> None:
             raise StorageError(
                 f"the host tier needs {format_size(need_bytes)}, and {of} has {format_size(free)} left",
                 path=place,
-                hint=hint,
+                hint=_unused_hint(root) or hint,
             )
+
+
+def _unused_hint(root: str) -> str:
+    """Names the largest host tier of another volume in the same place that no server uses; empty: there is none.
+
+    Nobody else would ever remove it: its volume may be gone, or come back.
+    """
+    place = os.path.dirname(root)
+    unused = []
+    for name in os.listdir(place):
+        other = os.path.join(place, name)
+        with suppress(OSError, RewarmError):
+            read_root_file(other)  # else it is none
+            if other != root and not _is_used(other):
+                unused.append((read_usage(RootPaths(other).usage).used_bytes, other))
+    used_bytes, other = max(unused, default=(0, ""))
+    return f"{other} holds {format_size(used_bytes)} that no server uses now: remove it" if used_bytes else ""
 
 
 def _read_root(root: str) -> RootFile | None:
@@ -228,14 +246,18 @@ def _read_root(root: str) -> RootFile | None:
 
 def _resize(root: str, file: RootFile, capacity_bytes: int) -> None:
     """A new size holds for all who open it from now on; who has it open goes by the old one."""
-    try:
-        is_used = any(not SessionReader(directory).is_dead() for directory in session_directories(RootPaths(root)))
-    except (OSError, RewarmError):
-        is_used = True
-    if is_used:
+    if _is_used(root):
         _log.warning("the host tier keeps its size of %s while servers use it", format_size(file.capacity_bytes))
         return
     replace_file(RootPaths(root).volume_file, to_text(replace(file, capacity_bytes=capacity_bytes).to_json()))
+
+
+def _is_used(root: str) -> bool:
+    """Whether a process has it open to store there, as far as can be told."""
+    try:
+        return any(not SessionReader(directory).is_dead() for directory in session_directories(RootPaths(root)))
+    except OSError:
+        return True
 
 
 @contextmanager

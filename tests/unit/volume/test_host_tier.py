@@ -195,6 +195,25 @@ def test_more_than_a_memory_limit_leaves_is_refused(memory: Path, monkeypatch: p
         prepare(str(memory / VOLUME_ID), SIZE)
 
 
+def test_memory_that_a_tier_of_another_volume_holds_is_named_where_there_is_too_little(
+    root: str, bench: Bench, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiered(bench, root, memory)
+    namespace = namespace_of(other)
+    store(namespace, range(16))
+    for _ in range(2):
+        load(namespace, range(16))
+    assert other.wait_promoted(30)
+    monkeypatch.setattr(host_tier, "free_memory", lambda: (MIB, "this machine"))
+    with pytest.raises(StorageError) as caught:
+        prepare(str(memory / VOLUME_ID), SIZE)
+    assert "raise the limit" in caught.value.hint, "it is in use"
+    other.close()
+    with pytest.raises(StorageError) as caught:
+        prepare(str(memory / VOLUME_ID), SIZE)
+    assert caught.value.hint == f"{memory / other.id} holds 1.0 MiB that no server uses now: remove it"
+
+
 def test_what_is_there_needs_no_room_again(
     root: str, bench: Bench, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
