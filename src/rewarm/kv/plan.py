@@ -14,6 +14,11 @@ MAX_PLANNED = 16
 """Waiting requests that are looked at, the oldest first: the others' turn comes when these are under way."""
 MAX_TRIED = 5
 """So many requests are spread in every way there is: 32 at most."""
+TIE = 0.03
+"""Loading goes before computing that is no more than this faster ..."""
+LOAD_ALL = 1.1
+"""... where it ends no later than this times the best choice: it leaves the device to
+others, and many are served sooner."""
 MIN_GAIN = 0.02
 """A split has to end this much sooner: predictions are no better."""
 
@@ -80,6 +85,9 @@ def spread(jobs: Sequence[Job], lanes: Lanes, split: Callable[[int, float], tupl
     else:
         chosen = _exchange(_cut(jobs, whole, nothing, lanes), whole, nothing, lanes)
     best_s = lanes.end_s(chosen)
+    all_s = lanes.end_s(whole)
+    if all_s <= min(best_s * LOAD_ALL, lanes.end_s(nothing) * (1 + TIE)):
+        return [1.0] * len(jobs)
     shares = [1.0 if part is all_of_it else 0.0 for part, all_of_it in zip(chosen, whole, strict=True)]
     gained_s = best_s * (1 - MIN_GAIN)
     for index in range(len(jobs)):

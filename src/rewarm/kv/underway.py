@@ -31,7 +31,8 @@ class Ask:
     """The step that was running when its load was ordered; 0: none was, or it has ended."""
     free_at: float = _NEVER
     """When that step ended."""
-    was_held: bool = False
+    held_at: float | None = None
+    """When it was told to wait last."""
     is_alone: bool = False
     """Its load began when nothing else was under way, and nothing has come to be since."""
     was_cut: bool = False

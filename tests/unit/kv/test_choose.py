@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rewarm.kv.choose import CUT_GAIN, PROBE_AFTER_S, LoadPolicy
+from rewarm.kv.choose import CUT_GAIN, GROUP_S, GROUP_SHARE, PROBE_AFTER_S, QUIET_SHARE, LoadPolicy
 from rewarm.kv.costs import LOAD_OVERHEAD_S, Costs
 from rewarm.kv.policy import PrefixHit, Reason
 from rewarm.kv.rates import PrefillModel, StorageRates
@@ -42,7 +42,11 @@ class Rig:
             name, tokens + extra, resident, tokens - resident, num_chunks - resident // CHUNK_TOKENS, prefix
         )
 
-    def ask(self, hit: PrefixHit) -> int | None:
+    def ask(self, hit: PrefixHit, *, is_new: bool = False) -> int | None:
+        """A new request may be held back for others that come with it; others have waited for longer than that."""
+        if not is_new:
+            self.policy.learn(hit)
+            self.now += GROUP_S
         answer = self.policy.decide(hit)
         if answer is not None:
             self.policy.ordered(hit, answer)
@@ -345,3 +349,49 @@ def test_compute_is_probed_only_where_that_costs_next_to_nothing() -> None:
         rig.policy.load_ended(hit.request_id, hit.num_stored_tokens)
         rig.compute(hit, hit.num_stored_tokens)
     assert Reason.PROBE_COMPUTE not in rig.reasons()
+
+
+def test_long_requests_that_come_with_others_are_decided_with_them() -> None:
+    """The first of them would take all tokens of some steps, and the loads of the others would begin after that."""
+    rig = Rig(chunk_s=0.03)
+    hits = [rig.hit(name) for name in "abcd"]
+    answers: dict[str, int | None] = {}
+
+    def ask_all(hits: list[PrefixHit]) -> None:
+        for hit in hits:
+            if answers.get(hit.request_id) is None:
+                answers[hit.request_id] = rig.ask(hit, is_new=True)
+        rig.run_step(0.002)
+
+    for number in range(len(hits)):
+        rig.policy.learn(hits[number])
+        ask_all(hits[: number + 1])
+    for _ in range(20):
+        ask_all(hits)
+    assert any(answers.values()), "one lane loads"
+    assert 0 in answers.values(), "the other one computes"
+    waits = [decision.waited_s for _, decision in rig.policy.made if decision]
+    assert max(waits) <= GROUP_SHARE * hits[0].num_request_tokens * TOKEN_S + 0.01
+
+
+def test_who_comes_alone_waits_for_nobody_to_speak_of() -> None:
+    rig = Rig(chunk_s=0.1)
+    for number in range(50):
+        hit = rig.hit(str(number))
+        rig.policy.learn(hit)
+        while rig.ask(hit, is_new=True) is None:
+            rig.run_step(0.001)
+        rig.compute(hit)
+    waits = [decision.waited_s for _, decision in rig.policy.made if decision]
+    assert len(waits) == 50
+    assert max(waits) <= QUIET_SHARE * hit.num_request_tokens * TOKEN_S + 0.001
+    assert rig.ask(rig.hit("short", 10), is_new=True) is not None, "an empty step would cost it too much"
+
+
+def test_loading_goes_before_computing_that_is_hardly_faster() -> None:
+    for count in (2, 4, 9):
+        rig = Rig(chunk_s=0.0025)  # ten times faster than computing: one of nine computed would save a tenth
+        hits = [rig.hit(str(number)) for number in range(count)]
+        for hit in hits:
+            rig.policy.learn(hit)
+        assert [rig.ask(hit) for hit in hits] == [64 * CHUNK_TOKENS] * count

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rewarm.engine.base import Flow
+from rewarm.kv.choose import GROUP_S
 from rewarm.kv.chunks import LoadTimes, StepReport
 from rewarm.kv.decision_log import MAX_LOG_BYTES, DecisionLog, log_files, read_log
 from rewarm.kv.pilot import Pilot
@@ -48,6 +49,7 @@ class Clock:
 def serve(pilot: Pilot, clock: Clock, request: PrefixHit, step: int, seconds: float = 0.5) -> None:
     """One request from its arrival to the end of its prompt, in one or two steps."""
     pilot.learn(request)
+    clock.now += GROUP_S  # nobody comes with it
     num_tokens = pilot.decide(request)
     assert num_tokens is not None
     pilot.ordered(request, num_tokens)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rewarm.kv.plan import MAX_TRIED, Job, Lanes, lane_ends_s, spread
+from rewarm.kv.plan import LOAD_ALL, MAX_TRIED, TIE, Job, Lanes, lane_ends_s, spread
 
 IDLE = Lanes(0.0, 0.0, 0.0, 0.0)
 
@@ -66,7 +66,11 @@ def test_few_are_spread_as_well_as_can_be_and_many_nearly(seed: int) -> None:
 
         best = min(end_s(list(shares)) for shares in itertools.product((0.0, 1.0), repeat=count))
         chosen = end_s(spread(jobs, lanes, no_split))
-        assert chosen <= best * (1.0 + 1e-9 if count <= MAX_TRIED else 1.12)
+        if chosen == end_s([1.0] * count):
+            assert chosen <= best * LOAD_ALL
+            assert chosen <= end_s([0.0] * count) * (1 + TIE)
+        else:
+            assert chosen <= best * (1.0 + 1e-9 if count <= MAX_TRIED else 1.12)
         assert chosen <= min(end_s([0.0] * count), end_s([1.0] * count))
 
 

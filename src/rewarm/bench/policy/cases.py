@@ -135,7 +135,8 @@ class Result:
     load_s: float
     compute_s: float
     best_s: float
-    idle_waits: int
+    idle_share: float
+    """Part of auto_s in which nothing was computed or loaded though a request waited."""
 
     @property
     def to_best(self) -> float:
@@ -155,7 +156,7 @@ def judge_case(case: Case, knowledge: Knowledge, best_s: float | None = None) ->
     load_s, compute_s = (run_policy(case, name).makespan_s(case.prompts) for name in ("always_load", "never"))
     if best_s is None:
         best_s = min(best_makespan_s(case.machine, case.prompts), auto_s, load_s, compute_s)
-    return Result(case, auto_s, load_s, compute_s, min(best_s, auto_s), auto.idle_waits)
+    return Result(case, auto_s, load_s, compute_s, min(best_s, auto_s), auto.idle_share(case.prompts))
 
 
 def with_change(case: Case, after_s: float, factor: float) -> Case:

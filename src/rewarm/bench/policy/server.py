@@ -45,12 +45,17 @@ class Outcome:
     decisions: list[Decision] = field(default_factory=list)
     num_waits: int = 0
     """Answers that were None."""
-    idle_waits: int = 0
+    idle_at: list[float] = field(default_factory=list)
     """Steps in which nothing was computed or loaded though a request waited."""
 
     def makespan_s(self, prompts: Sequence[Prompt]) -> float:
         """From the first arrival of some prompts to the end of the last of them."""
         return max(self.end_s[prompt.name] for prompt in prompts) - min(prompt.arrival_s for prompt in prompts)
+
+    def idle_share(self, prompts: Sequence[Prompt]) -> float:
+        """Part of that in which nothing was computed or loaded though a request waited."""
+        first_s = min(prompt.arrival_s for prompt in prompts)
+        return sum(at_s >= first_s for at_s in self.idle_at) * EMPTY_STEP_S / self.makespan_s(prompts)
 
 
 @dataclass(slots=True)
@@ -230,7 +235,8 @@ class Server:
             return now_s  # it ends while another one runs
         if not any(root.queue for root in self._roots):
             is_loading = any(live.wanted for live in self._live.values())
-            self._outcome.idle_waits += not is_loading
+            if not is_loading:
+                self._outcome.idle_at.append(now_s)
             return now_s + EMPTY_STEP_S
         chunk_s = self._machine.chunk_bytes / max(self._machine.root_bytes_a_s)
         # Slow ones need no finer steps.

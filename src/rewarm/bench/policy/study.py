@@ -10,28 +10,14 @@ from datetime import datetime, timezone
 
 from rewarm import __version__
 from rewarm.bench.policy.cases import Knowledge, Result, judge_case, make_case, run_policy
-from rewarm.bench.policy.replay import replay_policy
-from rewarm.bench.policy.server import Clock, Server
-from rewarm.bench.policy.world import Machine, Prompt
+from rewarm.bench.policy.scenes import LARGE, scenes, serve
+from rewarm.bench.policy.world import Prompt
 from rewarm.bench.report import Figure, Report
 from rewarm.bench.stats import spread
 from rewarm.kv.policy import prediction_errors
 
 HARM = 1.03
 """Above so many times the better of the fixed policies, auto has done harm."""
-
-H200 = Machine(
-    root_bytes_a_s=(1.87e9,),
-    shares=(1.0,),
-    base_s=0.02,
-    token_s=8.5e-5,
-    pair_s=8.5e-5 / 24576,
-    chunk_tokens=256,
-    chunk_bytes=67_108_864,
-    step_tokens=8192,
-    load_overhead_s=0.01,
-)
-"""Like the H200 with a disk in docs/guides/vllm.md: 16,384 tokens of 64 layers compute in 1.9 s and load in 2.3 s."""
 
 
 def run(num_cases: int, *, command: str, step: Callable[[], None]) -> Report:
@@ -86,44 +72,44 @@ def _figures(results: Sequence[Result], knowledge: Knowledge) -> list[Figure]:
             _figure(f"{name}.to_fixed.worst", "", to_fixed, max(to_fixed)),
             _figure(f"{name}.to_fixed.above_3_percent", "of the cases", to_fixed, harmed),
         ]
-    waits = sum(result.idle_waits for result in results)
-    return [*figures, _figure(f"policy.{knowledge.value}.idle_waits", "steps", [float(waits)], float(waits))]
+    idle = [result.idle_share for result in results]
+    return [*figures, _figure(f"policy.{knowledge.value}.idle.worst", "of the time", idle, max(idle))]
 
 
 def _scenes() -> list[Figure]:
-    """Four contexts at once on the machine of H200, and one after the other while storage turns slow and heals."""
+    """Each by itself, and what is worst of all: the goals are for that."""
     figures = []
-    chunks = 16384 // H200.chunk_tokens
-    alone_s = _makespan_s(H200, "never", [Prompt("a", 0.0, 16384, chunks)])
-    load_s = chunks * H200.chunk_bytes / H200.root_bytes_a_s[0]
-    floor_s = 4 / (1 / alone_s + 1 / load_s)
-    for name, gap_s, limit in (("at_once", 0.0, 0), ("2ms_apart", 0.002, 0), ("2ms_apart_limit", 0.002, 8128)):
-        prompts = [Prompt(f"p{index}", index * gap_s, 16384, chunks) for index in range(4)]
-        machine = replace(H200, prefill_limit=limit)
-        walls = {policy: _makespan_s(machine, policy, prompts) for policy in ("auto", "never", "always_load")}
-        best_s = min(walls["never"], walls["always_load"])
-        figures += [
-            _figure(f"policy.four.{name}.to_floor", "", [walls["auto"] / floor_s], walls["auto"] / floor_s),
-            _figure(f"policy.four.{name}.to_fixed", "", [walls["auto"] / best_s], walls["auto"] / best_s),
-        ]
-    slow = _slow_storage(alone_s)
-    return [*figures, _figure("policy.slow_storage.to_compute.worst", "", slow, max(slow))]
+    played = list(scenes())
+    for scene in played:
+        ratios = (
+            ("to_floor", scene.auto_s / scene.floor_s),
+            ("to_compute", scene.auto_s / scene.compute_s),
+            ("loaded", scene.num_loaded / scene.num_requests),
+        )
+        figures += [_figure(f"policy.scene.{scene.name}.{what}", "", [ratio], ratio) for what, ratio in ratios]
+    to_compute = [scene.auto_s / scene.compute_s for scene in played]
+    four = [scene.auto_s / scene.floor_s for scene in played if scene.storage == "disk" and scene.num_requests == 4]
+    loaded = [scene.num_loaded / scene.num_requests for scene in played if scene.storage == "tmpfs"]
+    slow = slow_storage()
+    return [
+        *figures,
+        _figure("policy.scenes.to_compute.worst", "", to_compute, max(to_compute)),
+        _figure("policy.scenes.disk.four.to_floor.worst", "", four, max(four)),
+        _figure("policy.scenes.tmpfs.computed.most", "of the requests", loaded, 1 - min(loaded)),
+        _figure("policy.slow_storage.to_compute.worst", "", slow, max(slow)),
+    ]
 
 
-def _slow_storage(alone_s: float) -> list[float]:
+def slow_storage() -> list[float]:
     """Seconds of each request over those of computing it, from 2 s after storage has turned ten times slower."""
-    fast = replace(H200, root_bytes_a_s=(8e9,), changes=((30.0, 0.1),))
-    chunks = 16384 // H200.chunk_tokens
+    fast = replace(LARGE, root_bytes_a_s=(8e9,), changes=((30.0, 0.1),))
+    chunks = 16384 // LARGE.chunk_tokens
     prompts = [Prompt(f"p{index}", index * 2.5, 16384, chunks) for index in range(40)]
-    clock = Clock()
-    outcome = Server(fast, replay_policy(fast, "auto", clock), clock).run(prompts)
+    alone = [Prompt("alone", 0.0, 16384, chunks)]
+    alone_s = serve(fast, "never", alone).makespan_s(alone)
+    outcome = serve(fast, "auto", prompts)
     late = [prompt for prompt in prompts if prompt.arrival_s >= 32.0]
     return [(outcome.end_s[prompt.name] - prompt.arrival_s) / alone_s for prompt in late]
-
-
-def _makespan_s(machine: Machine, policy: str, prompts: Sequence[Prompt]) -> float:
-    clock = Clock()
-    return Server(machine, replay_policy(machine, policy, clock), clock).run(prompts).makespan_s(prompts)
 
 
 def _figure(name: str, unit: str, values: Sequence[float], value: float) -> Figure:
