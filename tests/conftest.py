@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import pytest
 
 LIMIT_S = 60.0
 """So long may threads of an engine that was closed take to end, on a busy machine."""
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a shell starts in the background ignores SIGINT, and so would the commands that tests interrupt.
 
 
 def engine_threads() -> list[str]:

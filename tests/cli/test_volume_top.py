@@ -127,12 +127,16 @@ def test_on_a_terminal_it_is_live_until_ctrl_c(used: list[str]) -> None:
         top(*used, "--interval", "0.2"), env=ENV, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )
     os.close(theirs)
-    shown = _read_until(ours, lambda text: text.count("tokens found") >= 3, "three pictures")
-    assert used[1] in shown
-    running.send_signal(signal.SIGINT)
-    _read_until(ours, lambda text: "\x1b[?1049l" in text, "the screen as it was before")
-    assert running.wait(60) == 0
-    os.close(ours)
+    try:
+        shown = _read_until(ours, lambda text: text.count("tokens found") >= 3, "three pictures")
+        assert used[1] in shown
+        running.send_signal(signal.SIGINT)
+        _read_until(ours, lambda text: "\x1b[?1049l" in text, "the screen as it was before")
+        assert running.wait(60) == 0
+    finally:
+        running.kill()
+        running.wait()
+        os.close(ours)
 
 
 def _read_until(terminal: int, is_enough: Any, what: str) -> str:
