@@ -100,6 +100,71 @@ def test_a_hostile_log_does_no_harm(root: str, capsys: Captured) -> None:
     assert "cmpl-1" in said.out
 
 
+ODD_NUMBERS = (
+    "NaN",
+    "-Infinity",
+    "1e999",
+    "1" + "0" * 400,
+    "1" + "0" * 5000,
+    "-1",
+    "1e300",
+    "true",
+    "[]",
+    '"x"',
+    "null",
+)
+
+
+def no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@pytest.mark.parametrize("odd", ODD_NUMBERS, ids=lambda odd: odd[:12])
+@pytest.mark.parametrize(
+    "field", ["time", "at", "num_load_tokens", "predicted_s", "actual_s", "request_id", "host_bytes"]
+)
+def test_an_odd_number_is_left_out_or_unknown_and_hides_no_other(
+    field: str, odd: str, root: str, capsys: Captured
+) -> None:
+    path = write_log(root, HEAD, decision(1), decision(2))
+    text = json.dumps({**decision(3), field: "@"}).replace('"@"', odd)
+    path.write_text(path.read_text() + text + "\n")
+    assert run(cli, ["kv", "explain", str(path), "--json"]) == ExitCode.DONE
+    said = capsys.readouterr()
+    document = json.loads(said.out, parse_constant=no_constant)
+    names = [one["request_id"] for one in document["decisions"]]
+    assert {"cmpl-1", "cmpl-2"} <= set(names)
+    assert document["num_left_out"] + len(names) == 3
+    assert document["median_prediction_error"] == pytest.approx(0.2)
+    assert run(cli, ["kv", "explain", str(path)]) == ExitCode.DONE
+    said = capsys.readouterr()
+    assert ("left out: 1 lines" in said.err) == (len(names) == 2)
+    assert run(cli, ["bench", "policy", "--trace", str(path), "--json"]) in (ExitCode.DONE, ExitCode.DAMAGE)
+    said = capsys.readouterr()
+    if said.out:
+        json.loads(said.out, parse_constant=no_constant)
+    else:
+        assert "error: " in said.err
+
+
+@pytest.mark.parametrize("odd", ODD_NUMBERS, ids=lambda odd: odd[:12])
+def test_odd_rates_in_a_log_count_as_unknown(odd: str, root: str, capsys: Captured) -> None:
+    path = write_log(root, decision(1))
+    head = json.dumps({**HEAD, "root_bytes_a_s": [1e9, "@"], "prefill_s": [0.01, "@", 0.0]}).replace('"@"', odd)
+    path.write_text(head + "\n" + path.read_text())
+    assert run(cli, ["kv", "explain", str(path), "--json"]) == ExitCode.DONE
+    document = json.loads(capsys.readouterr().out, parse_constant=no_constant)
+    assert document["prefill_s"] == []
+    assert document["root_bytes_a_s"] in ([], [1e9, 0.0])
+
+
+def test_a_trace_that_would_be_simulated_for_ever_is_refused(root: str, capsys: Captured) -> None:
+    slow = {**HEAD, "root_bytes_a_s": [1e3], "step_tokens": 1}
+    path = write_log(root, slow, *(decision(number) for number in range(20)))
+    assert run(cli, ["bench", "policy", "--trace", str(path)]) == ExitCode.USAGE
+    assert "simulated steps" in capsys.readouterr().err
+
+
 def test_a_log_is_replayed_under_each_policy(root: str, capsys: Captured) -> None:
     path = write_log(root, HEAD, *(decision(number, at=50.0) for number in range(4)))
     assert run(cli, ["bench", "policy", "--trace", str(path), "--json"]) == ExitCode.DONE

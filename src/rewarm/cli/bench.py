@@ -259,7 +259,10 @@ def _replay(path: Path, *, as_json: bool) -> None:
     from rewarm.bench.policy.replay import read_trace, replay
     from rewarm.kv.decision_log import read_log
 
-    trace = read_trace(read_log(path))
+    log = read_log(path)
+    if log.num_left_out:
+        note(f"left out: {log.num_left_out:,} lines that are not as a server writes them")
+    trace = read_trace(log.lines)
     results = replay(trace)
     if as_json:
         document = {

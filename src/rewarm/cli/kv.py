@@ -12,11 +12,16 @@ import click
 
 from rewarm.cli import kv_pins
 from rewarm.cli.common import json_option, note, print_json, print_table
-from rewarm.errors import ExitCode, StorageError, UsageError
+from rewarm.errors import ExitCode, UsageError
 from rewarm.kv.decision_log import log_files, read_log
+from rewarm.kv.rates import learned_prefill, learned_roots
 from rewarm.volume.layout import RootPaths, read_roots
 
 SCHEMA = "rewarm.kv-explain/1"
+MAX_NUMBER = 1e15
+"""Bytes, tokens and seconds of a decision are less; what is more counts as unknown."""
+MIN_ACTUAL_S = 1e-6
+"""The log has no more digits."""
 
 
 @click.group("kv")
@@ -39,13 +44,15 @@ def explain(paths: Sequence[str], last: int, as_json: bool) -> int:
     """
     if last < 0:
         raise UsageError(f"--last is {last}", hint="0 or more")
-    lines = _lines(paths)
+    lines, num_left_out = _lines(paths)
     decisions = [line for line in lines if _is_decision(line)]
+    num_left_out += sum("request_id" in line for line in lines) - len(decisions)
     decisions.sort(key=lambda line: _number(line, "time") or 0.0)
     shown = decisions[-last:] if last else decisions
     summary = _summary(decisions, lines)
     if as_json:
-        print_json({"schema": SCHEMA, **summary, "decisions": shown})
+        known = [{name: value for name, value in line.items() if _is_plain(value)} for line in shown]
+        print_json({"schema": SCHEMA, "num_left_out": num_left_out, **summary, "decisions": known})
     elif decisions:
         print_table(_HEADERS, [_row(line) for line in shown])
         counts = Counter(summary["reasons"]).most_common()
@@ -56,13 +63,16 @@ def explain(paths: Sequence[str], last: int, as_json: bool) -> int:
         note(f"learned: storage {', '.join(rates) or 'unknown'}; prefill {_prefill(summary['prefill_s'])}")
     else:
         note("no decisions: no server has used this volume since they are kept, or none was asked for a prompt yet")
+    if num_left_out:
+        note(f"left out: {num_left_out:,} lines that are not as a server writes them")
     return ExitCode.DONE if decisions else ExitCode.ANSWER_IS_NO
 
 
 _HEADERS = ("request", "tokens", "stored", "loaded", "why", "if loaded", "if computed", "predicted", "actual", "error")
 
 
-def _lines(paths: Sequence[str]) -> list[dict[str, Any]]:
+def _lines(paths: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
+    """The lines of all logs, and how many are left out."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -70,17 +80,8 @@ def _lines(paths: Sequence[str]) -> list[dict[str, Any]]:
             files += [str(file) for file in log_files(RootPaths(path).policy)]
         else:
             files.append(path)
-    lines: list[dict[str, Any]] = []
-    for file in files:
-        lines += _read(file)
-    return lines
-
-
-def _read(file: str) -> list[dict[str, Any]]:
-    try:
-        return list(read_log(file))
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error.strerror}", path=file, errno=error.errno or 0) from error
+    logs = [read_log(file) for file in files]
+    return [line for log in logs for line in log.lines], sum(log.num_left_out for log in logs)
 
 
 def _is_decision(line: dict[str, Any]) -> bool:
@@ -91,10 +92,8 @@ def _summary(decisions: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]
     errors = [error for error in map(_error, decisions) if error is not None]
     learned: dict[str, list[float]] = {"root_bytes_a_s": [], "prefill_s": []}
     for line in lines:
-        for name in learned:
-            value = line.get(name)
-            if isinstance(value, list) and value and all(type(x) in (int, float) for x in value):
-                learned[name] = value
+        learned["root_bytes_a_s"] = learned_roots(line) or learned["root_bytes_a_s"]
+        learned["prefill_s"] = learned_prefill(line) or learned["prefill_s"]
     return {
         "reasons": dict(Counter(line["reason"] for line in decisions)),
         "num_decisions": len(decisions),
@@ -105,14 +104,19 @@ def _summary(decisions: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]
 
 def _error(line: dict[str, Any]) -> float | None:
     predicted, actual = _number(line, "predicted_s"), _number(line, "actual_s")
-    if predicted is None or not actual or line.get("was_cut"):
+    if predicted is None or actual is None or actual < MIN_ACTUAL_S or line.get("was_cut"):
         return None
     return abs(predicted - actual) / actual
 
 
 def _number(line: dict[str, Any], name: str) -> float | None:
     value = line.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if value is not None and is_number and 0 <= value <= MAX_NUMBER else None
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _row(line: dict[str, Any]) -> tuple[str, ...]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewarm.errors import StorageError
 from rewarm.volume.layout import DIR_MODE, FILE_MODE, open_regular, read_small_file
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 SCHEMA = "rewarm.kv-decisions/1"
 MAX_LOG_BYTES = 1 << 20
 """Some 2,500 decisions; two such files are kept."""
+MAX_DIGITS = 20
+"""Of an integer; 64 bits have no more."""
 MAX_QUEUED = 4096
 """Lines that wait for a slow disk; what comes beyond is dropped."""
 CLOSE_WAIT_S = 2.0
@@ -55,9 +59,9 @@ class DecisionLog:
         self._queue.put((self._rates_path, json.dumps(rates)))
 
     def read_rates(self) -> dict[str, Any]:
-        """What the last run kept; empty where there is nothing that can be read."""
+        """What the last run kept; empty where there is nothing that can be read. No number in it is to be trusted."""
         try:
-            document = json.loads(read_small_file(self._rates_path))
+            document = json.loads(read_small_file(self._rates_path), parse_int=_integer_or_none)
         except (OSError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
@@ -109,15 +113,51 @@ def log_files(folder: str) -> list[Path]:
     return []
 
 
-def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a log; what is no JSON object (a line that was cut, say) is left out.
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What a log holds."""
+
+    lines: list[dict[str, Any]]
+    """Every number in them is finite, and no integer longer than a server writes."""
+    num_left_out: int
+    """Lines that are no such thing: cut off, say, or damaged."""
+
+
+def read_log(path: str | os.PathLike[str]) -> Log:
+    """The lines of a log.
 
     Raises:
-        OSError: It cannot be read, or is far too long.
+        StorageError: It cannot be read, or is far too long.
     """
-    content = read_small_file(os.fspath(path), limit=64 * MAX_LOG_BYTES)
-    for line in content.splitlines():
+    name = os.fspath(path)
+    try:
+        content = read_small_file(name, limit=64 * MAX_LOG_BYTES)
+    except OSError as error:
+        raise StorageError(f"{name} cannot be read: {error.strerror}", path=name, errno=error.errno or 0) from error
+    texts = [text for text in content.split(b"\n") if text.strip()]
+    lines = []
+    for text in texts:
         with suppress(ValueError, RecursionError):
-            document = json.loads(line)
+            document = json.loads(text, parse_constant=_integer, parse_int=_integer, parse_float=_finite)
             if isinstance(document, dict):
-                yield document
+                lines.append(document)
+    return Log(lines, len(texts) - len(lines))
+
+
+def _integer(text: str) -> int:
+    """Raises ValueError for what has more digits than a counter, and for NaN and its like."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _integer_or_none(text: str) -> int | None:
+    """So that one odd number hides no other."""
+    return int(text) if len(text) <= MAX_DIGITS else None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value

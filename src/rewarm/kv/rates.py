@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 KEPT_BUSY_S = 2.0
@@ -29,6 +29,10 @@ PRIOR_WEIGHT = 0.5
 """What the last run's estimate weighs, in observed steps."""
 UNEVEN = 0.7
 """How far above its share the root that gets most of a few chunks lies, in standard deviations."""
+ROOT_RATES = (1e3, 1e14)
+"""Bytes a second that a root may be known to deliver, least and most."""
+MIN_PREFILL_S, MAX_PREFILL_S = 1e-12, 1e3
+"""Of a token with its pair, least; of a step, a token or a pair, most."""
 TYPICAL_PAIR = 1 / 24576
 """What a pair costs in tokens where nothing is known: attention takes as long as all else for the token at 24,576."""
 
@@ -245,17 +249,27 @@ def rates_to_json(storage: StorageRates, prefill: PrefillModel) -> dict[str, Any
 
 
 def rates_from_json(shares: Sequence[float], document: Mapping[str, Any]) -> tuple[StorageRates, PrefillModel]:
-    """The reverse; whatever is not as it was written counts as unknown."""
-    storage = _numbers(document.get("root_bytes_a_s"))
+    """The reverse; whatever is not as it was written, or could not be, counts as unknown."""
+    storage = learned_roots(document)
     if len(storage) != len(shares):
         storage = []  # roots came or went: which is which is not known
-    return StorageRates(shares, storage), PrefillModel(_numbers(document.get("prefill_s")))
+    return StorageRates(shares, storage), PrefillModel(learned_prefill(document))
 
 
-def _numbers(value: object) -> list[float]:
-    """A list of finite numbers, none negative; else nothing."""
-    if not isinstance(value, list):
+def learned_roots(document: Mapping[str, Any]) -> list[float]:
+    """Bytes a second of each root; 0 where that is unknown, nothing where there is no list."""
+    value = document.get("root_bytes_a_s")
+    return [x if _is_between(x, *ROOT_RATES) else 0.0 for x in value] if isinstance(value, list) else []
+
+
+def learned_prefill(document: Mapping[str, Any]) -> list[float]:
+    """(base, a_token, a_pair), or nothing."""
+    value = document.get("prefill_s")
+    if not isinstance(value, list) or len(value) != 3 or not all(_is_between(x, 0, MAX_PREFILL_S) for x in value):
         return []
-    good: Iterable[float] = (x for x in value if type(x) in (int, float) and 0 <= x < 1e15)
-    numbers = [float(x) for x in good]
-    return numbers if len(numbers) == len(value) else []
+    return list(value) if value[1] + value[2] >= MIN_PREFILL_S else []
+
+
+def _is_between(value: object, least: float, most: float) -> bool:
+    """Whether it is a number, and one of those; NaN is not."""
+    return type(value) in (int, float) and least <= value <= most  # type: ignore[operator]

@@ -111,7 +111,7 @@ def test_what_is_loaded_again_comes_from_memory(place: Place) -> None:
     assert place.records() == 2 * NUM_CHUNKS, "and flash has all of it"
     server.scheduler.connector._scheduler.close()
     (log,) = log_files(str(place.root / ".rewarm" / "policy"))
-    ended = [line for line in read_log(str(log)) if line.get("num_load_tokens")]
+    ended = [line for line in read_log(str(log)).lines if line.get("num_load_tokens")]
     assert [line["host_bytes"] / line["load_bytes"] for line in ended] == [0.0] * 4 + [1.0] * 2
     # A server that comes after it finds both, and its scheduler's side knows what is in memory alone.
     shutil.rmtree(next(place.root.glob("?" * 64)))

@@ -371,7 +371,7 @@ def test_auto_serves_right_blocks_and_tells_why(place: Place) -> None:
     server.close()
     place.servers.remove(server)
     (log,) = log_files(str(place.root / ".rewarm" / "policy"))
-    decisions = [line for line in read_log(log) if "request_id" in line]
+    decisions = [line for line in read_log(log).lines if "request_id" in line]
     assert len(decisions) >= asked - 3
     assert all(line["actual_s"] > 0 for line in decisions)
     again = place.server(policy="auto")

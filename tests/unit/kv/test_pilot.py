@@ -75,7 +75,7 @@ def test_decisions_are_counted_and_logged_and_rates_are_kept(tmp_path: Path) -> 
     pilot.close()
     assert counters.value("rewarm_kv_decisions_total", "not_stored") == 1
     assert counters.value("rewarm_kv_decisions_total", "unmeasured") == 1
-    lines = list(read_log(folder / "name.jsonl"))
+    lines = read_log(folder / "name.jsonl").lines
     assert lines[0]["schema"] == "rewarm.kv-decisions/1"
     decisions = [line for line in lines if "request_id" in line]
     assert [line["reason"] for line in decisions[:2]] == ["not_stored", "unmeasured"]
@@ -104,7 +104,16 @@ def test_a_policy_that_fails_is_off_and_what_is_stored_is_loaded(caplog: pytest.
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\x00", b"[1, 2]", b'{"root_bytes_a_s": [1e400], "prefill_s": ["a"]}', b"{" * 9999]
+    "content",
+    [
+        b"",
+        b"\xff\x00",
+        b"[1, 2]",
+        b'{"root_bytes_a_s": [1e400], "prefill_s": ["a"]}',
+        b'{"root_bytes_a_s": [NaN], "prefill_s": [NaN, 1, 1]}',
+        b'{"root_bytes_a_s": [1' + b"0" * 5000 + b'], "prefill_s": []}',
+        b"{" * 9999,
+    ],
 )
 def test_what_lies_in_the_folder_is_no_danger(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "name.json").write_bytes(content)
@@ -112,7 +121,7 @@ def test_what_lies_in_the_folder_is_no_danger(content: bytes, tmp_path: Path) ->
     pilot, _ = make(log=DecisionLog(str(tmp_path), "name"))
     assert pilot.costs.pace() is None
     pilot.close()
-    assert isinstance(list(read_log(tmp_path / "name.jsonl")), list)
+    assert isinstance(read_log(tmp_path / "name.jsonl").lines, list)
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
@@ -148,7 +157,7 @@ def test_a_log_is_bounded_and_read_from_its_older_part_on(tmp_path: Path) -> Non
     files = log_files(str(tmp_path))
     assert [file.name for file in files] == ["name.1.jsonl", "name.jsonl"]
     assert sum(file.stat().st_size for file in files) < 2 * MAX_LOG_BYTES + 20_000
-    numbers = [line["number"] for file in files for line in read_log(file)]
+    numbers = [line["number"] for file in files for line in read_log(file).lines]
     assert numbers == list(range(numbers[0], count))
 
 
@@ -249,6 +258,6 @@ def test_a_decision_tells_what_came_from_memory(tmp_path: Path, num_holders: int
     pilot.begin_step(2, [("a", num_tokens, num_tokens + 10)])
     pilot.end_step(StepReport(step=2), {})
     pilot.close()
-    (line,) = (line for line in read_log(str(tmp_path / "name.jsonl")) if "request_id" in line)
+    (line,) = (line for line in read_log(str(tmp_path / "name.jsonl")).lines if "request_id" in line)
     assert (line["host_bytes"], line["load_bytes"]) == (3 * CHUNK_BYTES, 4 * CHUNK_BYTES)
     assert not pilot._is_off

@@ -165,6 +165,12 @@ def test_rates_survive_a_restart_and_nonsense_is_no_prior() -> None:
         assert again.seconds_a_byte() is None
         assert not learned.is_known
     assert rates_from_json([1.0], kept)[0].seconds_a_byte() is None, "a root has come or gone"
+    for odd in (math.nan, math.inf, 10**400, -1, 1e-300, None, "x", [], True):
+        again, learned = rates_from_json([0.5, 0.5], {**kept, "root_bytes_a_s": [odd, GB]})
+        assert [root.bytes_a_s for root in again.roots] == pytest.approx([0, GB]), "it hides no other"
+        assert learned.is_known
+        again, learned = rates_from_json([0.5, 0.5], {**kept, "prefill_s": [0.01, odd, 0.0]})
+        assert not learned.is_known
 
 
 def test_a_prior_is_corrected_by_what_is_seen() -> None:

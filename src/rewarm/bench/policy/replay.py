@@ -23,6 +23,9 @@ from rewarm.kv.rates import rates_from_json
 
 MAX_TOKENS = 1 << 22
 """Of a prompt: more no server takes, and each step of it is simulated."""
+MAX_CHUNKS = 1 << 16
+"""Of a prompt: each of them is simulated, too."""
+MAX_ROOTS = 256
 MAX_S = 1e10
 
 
@@ -80,7 +83,7 @@ def _prompt(line: Mapping[str, Any], chunk_tokens: int, number: int) -> tuple[Pr
         f"{number}",
         _seconds(line["at"]) - waited_s,
         max(1, _count(line["num_request_tokens"]) - resident),
-        stored // chunk_tokens,
+        _count(stored // chunk_tokens, most=MAX_CHUNKS),
     )
     actual_s = line.get("actual_s")
     return prompt, None if actual_s is None else _seconds(actual_s) + waited_s
@@ -100,8 +103,8 @@ def _seconds(value: Any) -> float:
 
 def _machine(head: Mapping[str, Any], rates: Mapping[str, Any]) -> Machine:
     shares = tuple(_seconds(share) for share in head["shares"])
-    if not sum(shares):
-        raise ValueError("no root has a share")
+    if not sum(shares) > 0 or len(shares) > MAX_ROOTS:
+        raise ValueError(f"{len(shares)} shares that are {sum(shares)} together")
     storage, prefill = rates_from_json(shares, rates)
     if storage.seconds_a_byte() is None or not prefill.is_known:
         raise UsageError(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rewarm.bench.policy.world import Machine, Prompt, Root
+from rewarm.errors import UsageError
 from rewarm.kv.choose import LoadPolicy
 from rewarm.kv.policy import Decision, Part, PrefixHit
 
@@ -124,7 +125,11 @@ class Server:
         self._outcome = Outcome()
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        """Serve all of them."""
+        """Serve all of them.
+
+        Raises:
+            UsageError: That takes too many steps.
+        """
         self._coming = sorted(prompts, key=lambda prompt: prompt.arrival_s, reverse=True)
         for number in range(MAX_STEPS):
             while self._coming and self._coming[-1].arrival_s <= self._clock.now_s:
@@ -142,7 +147,10 @@ class Server:
                 self._clock.now_s = self._coming[-1].arrival_s
                 continue
             self._finish(self._steps.popleft())
-        raise RuntimeError(f"{len(self._live)} requests did not end in {MAX_STEPS} steps")
+        raise UsageError(
+            f"{len(self._live) + len(self._coming)} requests did not end in {MAX_STEPS:,} simulated steps",
+            hint="fewer requests, or rates nearer to those of a machine",
+        )
 
     def _arrive(self, prompt: Prompt) -> None:
         self._live[prompt.name] = _Live(prompt)
