@@ -88,7 +88,6 @@ def test_flags_reach_the_connector_and_two_roots_are_one_volume(tmp_path: Path, 
         (["--root", "{empty}", "--size", "64MiB", "--read-only"], ExitCode.USAGE, "no volume to read"),
         (["--root", "{empty}/a/b", "--size", "64MiB"], ExitCode.IO, "{empty}/a"),
         (["--root", "{volume}", "--root", "{other}"], ExitCode.USAGE, "two different volumes"),
-        (["--root", "{volume}", "--root", "{empty}"], ExitCode.USAGE, "no volume"),
     ],
 )
 def test_bad_input_is_one_line_a_hint_and_changes_nothing(
@@ -109,6 +108,24 @@ def test_bad_input_is_one_line_a_hint_and_changes_nothing(
     assert message.format(**places) in err.splitlines()[0]
     assert len(err.splitlines()) <= 2
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_root_that_is_away_is_named_and_stops_no_server(
+    tmp_path: Path, capsys: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    named = [word for root in roots for word in ("--root", str(root))]
+    assert config(*named, "--size", "64MiB") == 0
+    first = capsys.readouterr().out
+    roots[1].rename(tmp_path / "unmounted")
+    assert config(*named, "--size", "64MiB") == 0
+    out, err = capsys.readouterr()
+    assert out == first
+    assert f"{roots[1]} holds no volume" in caplog.text
+    assert "rewarm volume add-root" in err
+    assert "keeps its capacity" not in err
+    roots[0].rename(tmp_path / "unmounted too")
+    assert config(*named) == ExitCode.USAGE
 
 
 METRICS = """# HELP rewarm_kv_lookup_tokens_total Prompt tokens that were looked up.

@@ -23,10 +23,12 @@ def size_option(option: str, text: str) -> int:
 
 
 def ensure_volume(asked: KvConfig) -> None:
-    """Open the volume to see that it is whole, or make it."""
+    """Open the volume to see that it is whole, but for roots that are not there, or make it."""
     if any(os.path.lexists(os.path.join(root, ROOT_FILE)) for root in asked.roots):
-        capacity_bytes = _capacity_of(asked)
-        if asked.capacity_bytes not in (0, capacity_bytes):
+        capacity_bytes, away = _capacity_of(asked)
+        if away:
+            note(f"to add a directory to the volume: rewarm volume add-root {asked.roots[0]} --new DIR --size SIZE")
+        if asked.capacity_bytes not in (0, capacity_bytes) and not away:
             note(f"the volume is there and keeps its capacity of {format_size(capacity_bytes)}")
         return
     where = ", ".join(asked.roots)
@@ -38,12 +40,13 @@ def ensure_volume(asked: KvConfig) -> None:
     note(f"made a volume of {format_size(made.capacity_bytes)} in {where}")
 
 
-def _capacity_of(asked: KvConfig) -> int:
+def _capacity_of(asked: KvConfig) -> tuple[int, list[str]]:
+    """Bytes over the roots that are there, and the roots that are not: a server starts without those."""
     engine = open_engine(EngineConfig(kind="pure", num_workers=1))
     try:
-        volume = Volume.open(asked.roots, engine=engine, read_only=True, janitor=False)
+        volume = Volume.open(asked.roots, engine=engine, read_only=True, janitor=False, may_be_away=True)
         try:
-            return volume.capacity_bytes
+            return volume.capacity_bytes, list(volume.away)
         finally:
             volume.close()
     finally:
