@@ -98,7 +98,8 @@ class KvConfig(Section):
     """Host memory of a rank that chunks wait in until they are written; one that finds it full waits in its KV blocks,
     and is not stored if its request ends before. 0: what one step of the server computes, 64 MiB to 2 GiB."""
     load_deadline_s: float = 30.0
-    """Seconds after which a load is given up and its tokens are computed, whatever the device does."""
+    """Seconds after which a load is given up and its tokens are computed, whatever the device does; a second more for
+    each 128 MiB of it."""
     salt: str = ""
     """Keeps tenants apart: servers with different salts never share a record."""
     allow_untested: bool = False

@@ -37,7 +37,13 @@ def command() -> None:
 )
 @click.option("--root", "roots", multiple=True, metavar="DIR", help="A directory of the volume; repeatable.")
 @click.option("--size", metavar="SIZE", help="What the volume may hold, like 200GiB; needed to make one.")
-@click.option("--model", "models", multiple=True, metavar="NAME=DIR", help="Where a model's weights lie; repeatable.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Where a model's weights lie, or label:TEXT for what they are; repeatable.",
+)
 @click.option("--chunk-size", type=click.IntRange(1, MAX_CHUNK_TOKENS), default=256, help="Tokens in a chunk. [256]")
 @click.option("--cpu-gib", type=click.IntRange(1, MAX_CPU_GIB), default=32, help="LMCache's memory, in GiB. [32]")
 @click.option("--read-only", is_flag=True, default=None, help="Load, but neither store nor evict.")

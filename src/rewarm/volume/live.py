@@ -53,7 +53,7 @@ class RootNumbers:
     written_bytes: float = 0.0
     write_s: float = 0.0
     is_read: float = 0.0
-    """1; 0 while the root is left alone after an error, or away."""
+    """1; 0 while the root is left alone (it fails, hangs, or turned much slower), or away."""
     is_written: float = 0.0
     """1; 0 while nothing is stored there, after an error or for want of room."""
     damaged_records: float = 0.0
