@@ -148,11 +148,6 @@ class KvConfig(Section):
             f"kv.host_root is {shown(self.host_root)}, which is not an absolute path",
             "a directory on a tmpfs, like /dev/shm/rewarm; leave it out for the usual one",
         )
-        _check(
-            not self.host_bytes or self.policy != "auto",
-            "kv.policy auto does not know yet what of a prompt lies in the host tier (kv.host_bytes)",
-            "use always_load with a host tier, or auto without one",
-        )
 
 
 SECTIONS: tuple[type[Section], ...] = (KvConfig,)

@@ -185,7 +185,12 @@ METRICS: tuple[Metric, ...] = (
         ("root", "way"),
         values=WAYS,
     ),
-    Metric("rewarm_root_read_bytes_total", COUNTER, "Bytes of records read from a root, checked and good.", ("root",)),
+    Metric(
+        "rewarm_root_read_bytes_total",
+        COUNTER,
+        "Bytes of records that loads read from a root, checked.",
+        ("root",),
+    ),
     Metric(
         "rewarm_root_read_seconds_total",
         COUNTER,

@@ -80,7 +80,6 @@ def test_text_is_read_as_its_field_wants_it() -> None:
         ({"host_bytes": 10**400}, "too large"),
         ({"host_root": "shm"}, "host_root is 'shm', which is not an absolute path"),
         ({"host_root": 7}, "not text"),
-        ({"host_bytes": "1GiB", "policy": "auto"}, "kv.policy auto does not know yet"),
         ({"policy": "always-load"}, "did you mean 'always_load'?"),
         ({"store": "xyzzy"}, "kv.store is 'xyzzy'"),
         ({"engine": "uring"}, "did you mean 'io_uring'?"),

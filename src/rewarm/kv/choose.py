@@ -182,6 +182,13 @@ class LoadPolicy:
             if abs(pace - self._view.pace) > PACE_CHANGE * self._view.pace:
                 self._view = None
 
+    def host_moved(self, num_bytes: float, busy_s: float) -> None:
+        """The same of the host tier."""
+        before = self.costs.storage.host.bytes_a_s
+        self.costs.storage.host.observe(num_bytes, busy_s)
+        if abs(self.costs.storage.host.bytes_a_s - before) > PACE_CHANGE * before:
+            self._view = None
+
     def storage_changed(self) -> None:
         """Chunks lie on other roots from now on."""
         self._view = None
@@ -201,7 +208,7 @@ class LoadPolicy:
             ask.decision.load_s = self._clock() - ask.decision.at
             if ask.is_alone and num_good_tokens == ask.position:
                 num_chunks = self.costs.chunks_of(ask.hit, ask.decision.num_load_tokens)
-                self.costs.observe_load(num_chunks, ask.decision.load_s)
+                self.costs.observe_load(ask.hit, num_chunks, ask.decision.load_s)
         ask.is_loading = False
         ask.position, ask.chunks_left = num_good_tokens, 0.0
         if not num_good_tokens:  # the server asks again
@@ -351,7 +358,7 @@ class LoadPolicy:
                 continue
             prefixes.add(hit.prefix)
             hits.append(hit)
-            jobs.append(Job(self.costs.load_s(hit.num_chunks) - self.costs.overhead_s, compute_s, tail_s))
+            jobs.append(Job(self.costs.load_s(hit, hit.num_chunks) - self.costs.overhead_s, compute_s, tail_s))
         lanes = Lanes(
             self._underway.storage_s(pace),
             self._backlog_s(view) + view.waiting_s,
@@ -380,7 +387,7 @@ class LoadPolicy:
         """The choice, turned where that costs little and tells of a lane that was not seen for a while; and why."""
         if not num_chunks:
             size = min(hit.num_chunks, -(-PROBE_BYTES // self.costs.chunk_bytes))
-            if self._may_probe(self.costs.load_s(size), storage=True):
+            if self._may_probe(self.costs.load_s(hit, size), storage=True):
                 return size, Reason.PROBE_LOAD
             return 0, Reason.COMPUTE_FASTER if view.is_single else Reason.SPREAD_COMPUTE
         loss_s = compute_s - load_s
@@ -437,7 +444,7 @@ class LoadPolicy:
             for name, ask in self._waiting.items():
                 num_chunks = int(view.shares.get(name, 0.0) * ask.hit.num_chunks + 1e-9)
                 if num_chunks:
-                    ready_s += self.costs.load_s(num_chunks)
+                    ready_s += self.costs.load_s(ask.hit, num_chunks)
                 names.append(name)
                 jobs.append((ready_s if num_chunks else 0.0, self.costs.rest_s(ask.hit, num_chunks)))
                 if len(names) >= 2 * MAX_PLANNED:
@@ -447,7 +454,7 @@ class LoadPolicy:
         return view.ends_s
 
     def _load_end_s(self, hit: PrefixHit, num_chunks: int, view: _View, backlog_s: float) -> float:
-        ready_s = self._underway.storage_s(view.pace) + self.costs.load_s(num_chunks)
+        ready_s = self._underway.storage_s(view.pace) + self.costs.load_s(hit, num_chunks)
         return max(ready_s, backlog_s) + self.costs.rest_s(hit, num_chunks)
 
     def _backlog_s(self, view: _View) -> float:

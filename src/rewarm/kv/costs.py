@@ -30,18 +30,25 @@ class Costs:
     overhead_s: float = LOAD_OVERHEAD_S
     """What a load costs besides its bytes."""
 
-    def observe_load(self, num_chunks: int, seconds: float) -> None:
+    def observe_load(self, hit: PrefixHit, num_chunks: int, seconds: float) -> None:
         """Take in a load that had both lanes for itself."""
-        over_s = min(MAX_OVERHEAD_S, max(0.0, seconds - self.storage.seconds(num_chunks, self.chunk_bytes)))
+        over_s = min(MAX_OVERHEAD_S, max(0.0, seconds - self._storage_s(hit, num_chunks)))
         self.overhead_s += OVERHEAD_WEIGHT * (over_s - self.overhead_s)
 
     def pace(self) -> float | None:
         """Seconds a byte of long loads; None: too little is known to predict anything."""
         return self.storage.seconds_a_byte() if self.prefill.is_known else None
 
-    def load_s(self, num_chunks: int) -> float:
-        """To load so many chunks when nothing else is being loaded."""
-        return self.overhead_s + self.storage.seconds(num_chunks, self.chunk_bytes)
+    def load_s(self, hit: PrefixHit, num_chunks: int) -> float:
+        """To load so many chunks of a hit when nothing else is being loaded."""
+        return self.overhead_s + self._storage_s(hit, num_chunks)
+
+    def chunk_s(self, hit: PrefixHit, pace: float) -> float:
+        """What each chunk of a hit takes in a long load at this many seconds a byte of flash."""
+        return self.chunk_bytes * pace * self.storage.weight(_host_share(hit))
+
+    def _storage_s(self, hit: PrefixHit, num_chunks: int) -> float:
+        return self.storage.seconds(num_chunks, self.chunk_bytes, _host_share(hit))
 
     def compute_s(self, begin: int, end: int) -> float:
         """To compute the tokens [begin, end) of a prompt, with what the steps cost for themselves; its last token is
@@ -57,12 +64,12 @@ class Costs:
 
     def split(self, hit: PrefixHit, seconds: float) -> tuple[float, float, float]:
         """(share, seconds of loading, seconds of computing) of the longest part that loads in ``seconds``."""
-        chunk_s = self.storage.seconds(hit.num_chunks, self.chunk_bytes) / hit.num_chunks
+        chunk_s = self._storage_s(hit, hit.num_chunks) / hit.num_chunks
         num_chunks = int((seconds - self.overhead_s) / chunk_s) if chunk_s > 0 else hit.num_chunks
         if num_chunks <= 0:
             return 0.0, 0.0, 0.0
         num_chunks = min(num_chunks, hit.num_chunks)
-        load_s = self.load_s(num_chunks) - self.overhead_s
+        load_s = self._storage_s(hit, num_chunks)
         return num_chunks / hit.num_chunks, load_s, self.rest_s(hit, num_chunks)
 
     def tokens_of(self, hit: PrefixHit, num_chunks: int) -> int:
@@ -72,3 +79,8 @@ class Costs:
     def chunks_of(self, hit: PrefixHit, num_tokens: int) -> int:
         """The reverse."""
         return hit.num_chunks - (hit.num_stored_tokens - num_tokens) // self.chunk_tokens if num_tokens else 0
+
+
+def _host_share(hit: PrefixHit) -> float:
+    """The part of a hit's chunks that lies in the host tier; of some of its chunks, as large a part."""
+    return hit.num_host_chunks / hit.num_chunks if hit.num_chunks else 0.0

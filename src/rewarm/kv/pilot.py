@@ -169,12 +169,16 @@ class Pilot:
 
     def _end_step(self, report: StepReport, ended: Mapping[str, int]) -> None:
         for root_id, flow in report.delivered.items():
-            if root_id not in self._roots:
+            num_bytes, busy_s = flow.num_bytes * self._num_holders / report.num_ranks, flow.busy_s / report.num_ranks
+            if root_id == self._host_root_id:
+                self._policy.host_moved(num_bytes, busy_s)
+                rate = self.costs.storage.host.bytes_a_s
+            elif root_id in self._roots:
+                root = self._roots.index(root_id)
+                self._policy.moved(root, num_bytes, busy_s)
+                rate = self.costs.storage.roots[root].bytes_a_s
+            else:
                 continue  # it was removed meanwhile
-            root = self._roots.index(root_id)
-            num_bytes = flow.num_bytes * self._num_holders / report.num_ranks
-            self._policy.moved(root, num_bytes, flow.busy_s / report.num_ranks)
-            rate = self.costs.storage.roots[root].bytes_a_s
             self._counters.set("rewarm_root_read_bytes_per_second", rate, self._root_name(root_id))
         for request_id, num_parts in report.placed.items():
             self._policy.loaded(request_id, num_parts / report.num_ranks)

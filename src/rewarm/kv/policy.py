@@ -29,6 +29,8 @@ class PrefixHit:
     """Chunks that hold them; the first may be resident in part."""
     prefix: bytes = b""
     """Says which requests begin with the same chunk, so that one load serves them all; empty: nothing is shared."""
+    num_host_chunks: int = 0
+    """Of the chunks, those that lie in the host tier, too."""
 
 
 class Reason(str, Enum):

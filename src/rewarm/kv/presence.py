@@ -42,6 +42,7 @@ class NamespaceIndex(Protocol):
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle: ...
     def note_present(self, keys: Sequence[bytes], root_id: str = "") -> None: ...
     def note_absent(self, keys: Sequence[bytes]) -> None: ...
+    def is_in_host(self, key: bytes) -> bool: ...
     def touch(self, keys: Sequence[bytes]) -> None: ...
     def own(self, keys: Sequence[bytes], tenant: bytes) -> None: ...
 
@@ -68,6 +69,7 @@ class PrefixLookup:
         self.first = first
         """The chunk from which on presence was looked up; those before are resident."""
         self._probes: list[ProbeHandle] | None = None
+        self._num_in_host: dict[tuple[int, int], int] = {}
         self._started = presence.clock()
         self._end: int | None = None
 
@@ -76,6 +78,12 @@ class PrefixLookup:
         if self._end is None:
             self._end = self._look()
         return self._end
+
+    def num_in_host(self, first: int, end: int) -> int:
+        """As ChunkPresence.count_in_host() of these chunks, when it was asked first."""
+        if (first, end) not in self._num_in_host:
+            self._num_in_host[first, end] = self._presence.count_in_host(self.chunks[first:end])
+        return self._num_in_host[first, end]
 
     def _look(self) -> int | None:
         end = self._presence.count_present(self.chunks, self.first)
@@ -159,6 +167,10 @@ class ChunkPresence:
         begin = max(first, end - self._windows[group])
         lacking = (i for i in range(end - 1, begin - 1, -1) if not self.is_present(group_chunk(chunks[i], group)))
         return next(lacking, -1) if self._windows[group] else -1
+
+    def count_in_host(self, chunks: Sequence[bytes]) -> int:
+        """Of chunks, those of which the host tier is known to have every shard's record; in memory only."""
+        return sum(all(shard.namespace.is_in_host(shard.key(chunk)) for shard in self._shards) for chunk in chunks)
 
     def probe_unknown(self, chunks: Sequence[bytes]) -> list[ProbeHandle]:
         """Start to look in the file system for the records of ``chunks`` that the index lacks."""

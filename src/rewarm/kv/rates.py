@@ -79,14 +79,18 @@ class RootRate:
 
 
 class StorageRates:
-    """All roots of a volume, whose chunks are spread over them by known shares."""
+    """All roots of a volume, whose chunks are spread over them by known shares; and its host tier, which has copies of
+    some chunks and is read at the same time. Where nothing is known of the host tier it counts as flash.
+    """
 
-    def __init__(self, shares: Sequence[float], known: Sequence[float] = ()) -> None:
+    def __init__(self, shares: Sequence[float], known: Sequence[float] = (), known_host: float = 0.0) -> None:
         """
         Args:
             shares: R parts of all bytes, which add up to 1.
             known: The last run's bytes a second of each root; 0 or missing: unknown.
+            known_host: The same of the host tier.
         """
+        self.host = RootRate(known_host)
         self.shares = tuple(shares)
         padded = itertools.chain(known, itertools.repeat(0.0))
         self.roots = [RootRate(bytes_a_s) for _, bytes_a_s in zip(self.shares, padded, strict=False)]
@@ -104,19 +108,35 @@ class StorageRates:
         rates = self._rates()
         return max(share / rate for share, rate in zip(self.shares, rates, strict=True)) if rates else None
 
-    def seconds(self, num_chunks: int, chunk_bytes: int) -> float:
-        """Of a load of a few chunks, which never lie as evenly as many do; 0 where nothing is known."""
-        return max(
+    def seconds(self, num_chunks: float, chunk_bytes: int, host_share: float = 0.0) -> float:
+        """Of a load of a few chunks, which never lie as evenly as many do; 0 where nothing is known.
+
+        Args:
+            num_chunks: How many.
+            chunk_bytes: Of each.
+            host_share: The part of them that lies in the host tier.
+        """
+        num_host = num_chunks * host_share if self.host.bytes_a_s > 0 else 0.0
+        num_flash = num_chunks - num_host
+        flash_s = max(
             (
-                (num_chunks * share + UNEVEN * math.sqrt(num_chunks * share * (1 - share))) * chunk_bytes / rate
+                (num_flash * share + UNEVEN * math.sqrt(num_flash * share * (1 - share))) * chunk_bytes / rate
                 for share, rate in zip(self.shares, self._rates(), strict=False)
             ),
             default=0.0,
         )
+        return max(flash_s, num_host * chunk_bytes / self.host.bytes_a_s) if num_host else flash_s
+
+    def weight(self, host_share: float) -> float:
+        """What a chunk takes of a long load of which this part lies in the host tier; 1: as long as one from flash."""
+        pace, host_rate = self.seconds_a_byte(), self.host.bytes_a_s
+        if not host_share or not pace or not host_rate:
+            return 1.0
+        return max(1 - host_share, host_share / host_rate / pace)
 
     def _rates(self) -> list[float]:
         rates = [root.bytes_a_s for root in self.roots]
-        known = [rate for rate in rates if rate > 0]
+        known = [rate for rate in (*rates, 0.0 if any(rates) else self.host.bytes_a_s) if rate > 0]
         if not known:
             return []
         mean = sum(known) / len(known)
@@ -242,8 +262,10 @@ def _step_s(coefficients: Sequence[float], tokens: int, pairs: float) -> float:
 
 def rates_to_json(storage: StorageRates, prefill: PrefillModel) -> dict[str, Any]:
     """What the next start begins with."""
+    host = {"host_bytes_a_s": round(storage.host.bytes_a_s)} if storage.host.bytes_a_s else {}
     return {
         "root_bytes_a_s": [round(root.bytes_a_s) for root in storage.roots],
+        **host,
         "prefill_s": list(prefill.coefficients) if prefill.is_known else [],
     }
 
@@ -253,7 +275,9 @@ def rates_from_json(shares: Sequence[float], document: Mapping[str, Any]) -> tup
     storage = learned_roots(document)
     if len(storage) != len(shares):
         storage = []  # roots came or went: which is which is not known
-    return StorageRates(shares, storage), PrefillModel(learned_prefill(document))
+    host: Any = document.get("host_bytes_a_s")
+    known_host = float(host) if _is_between(host, *ROOT_RATES) else 0.0
+    return StorageRates(shares, storage, known_host), PrefillModel(learned_prefill(document))
 
 
 def learned_roots(document: Mapping[str, Any]) -> list[float]:

@@ -124,7 +124,6 @@ class Underway:
     def loads(self, pace: float) -> list[tuple[Ask, float]]:
         """Requests that load, in order, with the chunks that are left of each by now."""
         now = self._clock()
-        chunk_s = self._costs.chunk_bytes * pace
         read_until = self._told_at
         loads = []
         for ask in self.active.values():
@@ -133,6 +132,7 @@ class Underway:
             if ask.behind:
                 read_until = now
             begin = max(read_until, ask.free_at)
+            chunk_s = self._costs.chunk_s(ask.hit, pace)
             num_read = min(ask.chunks_left, max(0.0, now - begin) / chunk_s) if chunk_s else 0.0
             read_until = begin + num_read * chunk_s
             loads.append((ask, ask.chunks_left - num_read))
@@ -146,7 +146,7 @@ class Underway:
             if ask is not without:
                 if ask.behind:
                     ready_s = max(ready_s, self.steps_s(ask.behind))
-                ready_s += chunks_left * self._costs.chunk_bytes * pace
+                ready_s += chunks_left * self._costs.chunk_s(ask.hit, pace)
                 ends.append((ask, ready_s))
         return ends
 

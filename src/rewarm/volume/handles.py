@@ -87,12 +87,15 @@ class _Handle:
 
     def done(self) -> bool:
         """True once no I/O can touch the caller's memory any more."""
-        num_parts = -1
-        while num_parts != len(self._parts):  # what ended may go on elsewhere
-            num_parts = len(self._parts)
-            is_done = all(part.completion.done() for part in self._parts)
+        while True:
+            num_parts, is_done = len(self._parts), self._are_done()
             self._collect()
-        return is_done
+            # What ended may go on elsewhere; and what ended just now was taken: nothing would tell of it again.
+            if num_parts == len(self._parts) and is_done == self._are_done():
+                return is_done
+
+    def _are_done(self) -> bool:
+        return all(part.completion.done() for part in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until done, without the GIL. Returns done()."""

@@ -33,6 +33,11 @@ Targets: TypeAlias = Sequence[tuple[bytes, RecordTarget]]
 """(key, where its payload is wanted)."""
 
 
+BEHIND_LOADS = NUM_ROOTS - 1
+"""The engine's number for reads that wait for all loads, of any root: what they bring, one by one, says little of how
+fast a root is when much is asked of it."""
+
+
 class Reads:
     """What one load is to read, on whichever roots."""
 
@@ -101,6 +106,10 @@ class Namespace:
                 slot = slot + 1 & mask
             if found and not pause.is_on:
                 return True
+        return False
+
+    def is_in_host(self, _key: bytes) -> bool:
+        """Whether there is a copy in a host tier: a volume by itself has none."""
         return False
 
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
@@ -195,7 +204,8 @@ class Namespace:
         return parts, refused
 
     def _submit(self, number: int, order: Reads, positions: Sequence[int]) -> Part:
-        reads = self._reads(number, order.targets, positions)
+        lane = number % NUM_ROOTS if order.priority is Priority.LOAD else BEHIND_LOADS
+        reads = self._reads(number, order.targets, positions, lane)
         completion = self._volume.engine.submit(reads, priority=order.priority, deadline_s=order.left_s())
         part = Part(completion, positions, self._load_note(number, order.targets), number)
         if not isinstance(order.targets[positions[0]][1], ToMemory):
@@ -236,11 +246,11 @@ class Namespace:
             by_root.setdefault(self._root_of(targets[position][0]), []).append(position)
         return by_root.items()
 
-    def _reads(self, number: int, targets: Targets, positions: Sequence[int]) -> list[Transfer]:
+    def _reads(self, number: int, targets: Targets, positions: Sequence[int], lane: int) -> list[Transfer]:
         record_path = self._volume.roots[number].paths.records(self.id)
         namespace_id, payload_bytes = self.id, self.payload_bytes
         return [
-            ReadRecord(record_path(key), key, namespace_id, payload_bytes, target, number % NUM_ROOTS)
+            ReadRecord(record_path(key), key, namespace_id, payload_bytes, target, lane)
             for key, target in map(targets.__getitem__, positions)
         ]
 

@@ -19,6 +19,7 @@ from volumes import wait_for
 from rewarm.engine.workers import TMPFS, file_system_type
 from rewarm.errors import RewarmError
 from rewarm.kv.decision_log import log_files, read_log
+from rewarm.kv.policy import PrefixHit
 from rewarm.volume import create_volume
 from rewarm.volume.tiered import TieredVolume
 
@@ -155,6 +156,34 @@ def test_two_servers_share_what_either_promoted(place: Place) -> None:
 def test_a_server_without_room_for_it_does_not_start(place: Place) -> None:
     with pytest.raises(RewarmError, match=r"the host tier needs .*, and .* has .* left"):
         place.server(host_bytes=1 << 60)
-    with pytest.raises(RewarmError, match="auto does not know yet"):
-        place.server(policy="auto")
     assert place.copies() == []
+
+
+def test_auto_knows_what_of_a_prompt_lies_in_memory(place: Place) -> None:
+    server = place.server(policy="auto")
+    server.run([prompt(1), prompt(2)], until=lambda: place.records() >= 2 * NUM_CHUNKS)
+    side = server.scheduler.connector._scheduler
+    hits: list[PrefixHit] = []
+
+    def decide(hit: PrefixHit) -> int:
+        """Loads all: this model computes in no time."""
+        hits.append(hit)
+        return hit.num_stored_tokens
+
+    side._pilot.decide = decide
+    for _ in range(2):
+        cold(server, 1, 2)
+    assert {hit.num_host_chunks for hit in hits} == {0}
+    assert volume_of(server).wait_promoted(30)
+    (namespace,) = side._setup.volume._namespaces.values()
+    wait_for(lambda: len(namespace._host) == 2 * NUM_CHUNKS, "the scheduler's side to look at the host tier")
+    hits.clear()
+    cold(server, 1)
+    assert {(hit.num_host_chunks, hit.num_chunks) for hit in hits} == {(NUM_CHUNKS, NUM_CHUNKS)}
+    hits.clear()
+    place.copies()[0].unlink()
+    namespace.rescan()
+    cold(server, 1, 2)
+    assert {hit.num_host_chunks for hit in hits} == {NUM_CHUNKS - 1, NUM_CHUNKS}
+    assert side._pilot.costs.storage.host.bytes_a_s > 0, "what memory delivers is learned"
+    assert not side._pilot._is_off

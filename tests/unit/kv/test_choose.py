@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -395,3 +396,39 @@ def test_loading_goes_before_computing_that_is_hardly_faster() -> None:
         for hit in hits:
             rig.policy.learn(hit)
         assert [rig.ask(hit) for hit in hits] == [64 * CHUNK_TOKENS] * count
+
+
+@pytest.mark.parametrize(("in_host", "loads"), [(0, False), (32, False), (56, True), (64, True)])
+def test_what_lies_in_memory_is_loaded_where_flash_alone_would_be_too_slow(in_host: int, loads: bool) -> None:
+    """64 chunks: 1.64 s to compute, 6.4 s from flash, 0.3 s from memory; both are read at once."""
+    rig = Rig(chunk_s=0.1)
+    rig.costs.storage.host.observe(CHUNK_BYTES, 0.005)
+    hit = dataclasses.replace(rig.hit("a"), num_host_chunks=in_host)
+    assert rig.ask(hit) == (hit.num_stored_tokens if loads else 0)
+    ((_, decision),) = rig.policy.made
+    assert decision is not None
+    expected_s = max((64 - in_host) * 0.1, in_host * 0.005)
+    assert decision.predicted_load_s == pytest.approx(expected_s + LOAD_OVERHEAD_S, rel=0.02)
+
+
+def test_a_load_from_memory_keeps_storage_busy_for_its_own_time_only() -> None:
+    rig = Rig(chunk_s=0.1)
+    rig.costs.storage.host.observe(CHUNK_BYTES, 0.005)
+    first = dataclasses.replace(rig.hit("a"), num_host_chunks=64)
+    assert rig.ask(first)
+    assert rig.policy._underway.storage_s(rig.costs.pace() or 0.0) == pytest.approx(64 * 0.005, rel=0.02)
+    second = dataclasses.replace(rig.hit("b"), num_host_chunks=64)
+    assert rig.ask(second), "0.64 s, with the one before it"
+    assert rig.policy.to_cut() == []
+
+
+def test_a_host_tier_that_turns_slow_is_noticed() -> None:
+    rig = Rig(chunk_s=0.1)
+    rig.policy.host_moved(CHUNK_BYTES * 100, 0.5)
+    hit = dataclasses.replace(rig.hit("a"), num_host_chunks=64)
+    assert rig.ask(hit)
+    rig.policy.load_ended("a", hit.num_stored_tokens)
+    rig.compute(hit, begin=hit.num_stored_tokens)
+    for _ in range(20):
+        rig.policy.host_moved(CHUNK_BYTES * 4, 0.4)
+    assert rig.ask(dataclasses.replace(hit, request_id="b")) == 0

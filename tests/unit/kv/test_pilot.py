@@ -260,4 +260,7 @@ def test_a_decision_tells_what_came_from_memory(tmp_path: Path, num_holders: int
     pilot.close()
     (line,) = (line for line in read_log(str(tmp_path / "name.jsonl")).lines if "request_id" in line)
     assert (line["host_bytes"], line["load_bytes"]) == (3 * CHUNK_BYTES, 4 * CHUNK_BYTES)
+    assert pilot.costs.storage.host.bytes_a_s == pytest.approx(3 * CHUNK_BYTES / 0.1 * num_ranks)
+    assert pilot.costs.storage.seconds_a_byte() == pytest.approx(0.5 / CHUNK_BYTES / num_ranks), "of flash, apart"
+    assert log.read_rates()["host_bytes_a_s"] > 0
     assert not pilot._is_off

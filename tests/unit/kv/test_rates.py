@@ -180,3 +180,31 @@ def test_a_prior_is_corrected_by_what_is_seen() -> None:
         for tokens in (1024, 8192):
             model.observe(tokens, pairs_of(0, tokens), tokens * 1e-4)
     assert model.seconds(0, 8192) == pytest.approx(0.8192, rel=0.3)
+
+
+def test_a_host_tier_is_read_beside_flash() -> None:
+    storage = StorageRates([1.0], [1 * GB], 10 * GB)
+    for share, seconds in ((0.0, 4.0), (0.5, 2.0), (0.9, 0.4), (1.0, 0.4)):
+        assert storage.seconds(4, GB, share) == pytest.approx(seconds), share
+        assert storage.weight(share) * 4 == pytest.approx(seconds), "of a long load"
+    assert storage.weight(0.95) == pytest.approx(0.095), "memory ends last"
+    assert storage.seconds_a_byte() == pytest.approx(1 / GB), "of flash"
+
+
+def test_an_unknown_host_tier_counts_as_flash_and_unknown_flash_as_the_host_tier() -> None:
+    storage = StorageRates([0.5, 0.5], [1 * GB, 1 * GB])
+    assert storage.weight(1.0) == 1.0
+    assert storage.seconds(8, GB, 1.0) == storage.seconds(8, GB)
+    fresh = StorageRates([0.5, 0.5])
+    assert fresh.seconds_a_byte() is None
+    fresh.host.observe(10 * GB, 1.0)
+    assert fresh.seconds_a_byte() == pytest.approx(0.5 / (10 * GB)), "else a server that flash never serves stays blind"
+    assert fresh.weight(0.0) == 1.0
+
+
+def test_the_rate_of_the_host_tier_survives_a_restart() -> None:
+    kept = rates_to_json(StorageRates([1.0], [GB], 7 * GB), PrefillModel())
+    assert rates_from_json([1.0], kept)[0].host.bytes_a_s == pytest.approx(7 * GB)
+    assert "host_bytes_a_s" not in rates_to_json(StorageRates([1.0], [GB]), PrefillModel())
+    for nonsense in ("x", None, -1, [7], float("inf"), True):
+        assert rates_from_json([1.0], {"host_bytes_a_s": nonsense})[0].host.bytes_a_s == 0

@@ -39,7 +39,8 @@ from rewarm.engine.memory import view_at
 from rewarm.errors import BusyError, UsageError, VolumeClosed
 from rewarm.metrics import Counters
 from rewarm.testing.engines import Counting, Faulty
-from rewarm.volume import Outcome, create_volume, promote
+from rewarm.volume import LoadHandle, Outcome, create_volume, promote
+from rewarm.volume.handles import Part
 from rewarm.volume.host_tier import HostCounters
 from rewarm.volume.session import Did, SessionReader
 from rewarm.volume.tiered import HOST_ROOT, TieredNamespace, TieredVolume
@@ -636,3 +637,36 @@ def test_kill_9_in_the_middle_of_promotions_leaves_nothing_wrong(tmp_path: Path,
     assert not list(sessions.glob("*/tmp-*"))
     assert load(after.namespace, range(200)) == [HIT] * 200
     after.volume.close()
+
+
+class _Ends:
+    """A completion that ends while it is looked at: after so many looks."""
+
+    def __init__(self, looks: int, result: int) -> None:
+        self.looks, self.result, self.taken = looks, result, False
+
+    def done(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def take(self) -> list[tuple[int, int]]:
+        if self.looks > 0 or self.taken:
+            return []
+        self.looks, self.taken = 0, True
+        return [(0, self.result)]
+
+
+@pytest.mark.parametrize("looks", range(4))
+@pytest.mark.parametrize("later", range(4))
+def test_done_is_never_said_too_early_nor_kept_back_once_all_is_taken(looks: int, later: int) -> None:
+    """Who is told no waits for the descriptor, which tells of nothing that was taken before."""
+    first: Any = _Ends(looks, errno.EBADMSG)
+    other: Any = _Ends(later, 0)
+    parts = [Part(first, [0], lambda _: None, HOST_ROOT, is_copy=True)]
+    handle = LoadHandle(1, parts, [], lambda _: [Part(other, [0], lambda _: None, 1)])
+    for _ in range(20):
+        if handle.done():
+            break
+        assert not (first.taken and other.taken), "all of it was taken, and it is said not to be done"
+    assert handle.results() == [HIT]
+    assert handle.root_of(0) == 1

@@ -124,7 +124,7 @@ class SchedulerSide:
         end = first if tracked.has_failed else lookup.end()
         if end is None:
             return None, False
-        hit = tracked.hit = self._hit(tracked, lookup.chunks, num_computed_tokens, end)
+        hit = tracked.hit = self._hit(tracked, lookup, num_computed_tokens, end)
         if not hit.num_chunks:
             return 0, False
         if self._setup.kv.policy != "never" and self._setup.shares_blocks and self._is_loading(lookup.chunks[first]):
@@ -143,17 +143,18 @@ class SchedulerSide:
             return
         tracked = self._track(request)
         if tracked.is_served and not getattr(request, "skip_reading_prefix_cache", False):
-            chunks = self._chunk_ids(tracked)
-            self._pilot.learn(self._hit(tracked, chunks, 0, self._presence.count_present(chunks, 0)))
+            lookup = self._presence.look_up(self._chunk_ids(tracked), 0)
+            self._pilot.learn(self._hit(tracked, lookup, 0, self._presence.count_present(lookup.chunks, 0)))
 
-    def _hit(self, tracked: _Tracked, chunks: Sequence[bytes], num_resident_tokens: int, end: int) -> PrefixHit:
+    def _hit(self, tracked: _Tracked, lookup: PrefixLookup, num_resident_tokens: int, end: int) -> PrefixHit:
         first = num_resident_tokens // self._setup.chunk_tokens
         num_stored_tokens = max(0, end * self._setup.chunk_tokens - num_resident_tokens)
-        prefix = chunks[first] if num_stored_tokens and self._setup.shares_blocks else b""
+        prefix = lookup.chunks[first] if num_stored_tokens and self._setup.shares_blocks else b""
         num_chunks = end - first if num_stored_tokens else 0
+        num_host = lookup.num_in_host(first, end) if num_chunks and self._setup.volume.host_root_id else 0
         request = tracked.request
         return PrefixHit(
-            request.request_id, request.num_tokens, num_resident_tokens, num_stored_tokens, num_chunks, prefix
+            request.request_id, request.num_tokens, num_resident_tokens, num_stored_tokens, num_chunks, prefix, num_host
         )
 
     def update_state_after_alloc(
