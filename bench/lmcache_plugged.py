@@ -14,6 +14,7 @@ from typing import Any
 
 import lmcache
 import pytest
+import torch
 from lmcache.v1.distributed.l2_adapters import fs_l2_adapter, mock_l2_adapter
 
 from rewarm.adapters.lmcache import RewarmL2
@@ -90,12 +91,14 @@ def pytest_configure(config: Any) -> None:
     """Before anything is collected: put the seat where LMCache's tests take their adapters from."""
     mock_l2_adapter.MockL2Adapter = Plugged
     fs_l2_adapter.FSL2Adapter = Plugged
-    if not lmcache.torch_dev.is_available():  # its tests are then left out, though they use no more than host memory
-        config.stash[_HIDDEN] = lmcache.torch_dev.is_available
-        lmcache.torch_dev.is_available = lambda: True
+    # Without an accelerator its tests are left out, though they use no more than host memory.
+    devices = [device for device in (lmcache.torch_dev, torch.cuda) if not device.is_available()]
+    config.stash[_HIDDEN] = [(device, device.is_available) for device in devices]
+    for device in devices:
+        device.is_available = lambda: True
 
 
 def pytest_collection_finish(session: Any) -> None:
     """LMCache itself is told the truth about its device."""
-    if _HIDDEN in session.config.stash:
-        lmcache.torch_dev.is_available = session.config.stash[_HIDDEN]
+    for device, is_available in session.config.stash[_HIDDEN]:
+        device.is_available = is_available

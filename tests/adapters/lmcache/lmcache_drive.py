@@ -6,6 +6,7 @@ import enum
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -123,3 +124,11 @@ def load(seat: Any, keys: Sequence[Any], objects: Sequence[Any]) -> list[bool]:
 
 def _once(found: Any) -> list[Any]:
     return [] if found is None else [found]
+
+
+def until(holds: Callable[[], Any], what: str) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)

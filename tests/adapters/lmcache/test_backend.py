@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,10 +129,8 @@ def put(seat: Any, keys: list[Any], objects: list[HostObject]) -> list[Any]:
     """Store and wait until LMCache's memory is its own again; gives the keys that were told to be stored."""
     told: list[Any] = []
     seat.batched_submit_put_task(keys, objects, on_complete_callback=told.append)
-    end = time.monotonic() + drive.WAIT_S
-    while any(seat.exists_in_put_tasks(some) for some in keys) or any(made.references != 1 for made in objects):
-        assert time.monotonic() < end, "a store did not end"
-        time.sleep(0.001)
+    drive.until(lambda: not any(seat.exists_in_put_tasks(some) for some in keys), "a store did not end")
+    drive.until(lambda: all(made.references == 1 for made in objects), "memory was not given back")
     return told
 
 
@@ -253,10 +250,7 @@ def test_a_callback_that_raises_harms_nothing(root: str) -> None:
 
         made = chunk(1)
         seat.batched_submit_put_task([Key(1)], [made], on_complete_callback=bad)
-        end = time.monotonic() + drive.WAIT_S
-        while seat.exists_in_put_tasks(Key(1)):
-            assert time.monotonic() < end, "a store did not end"
-            time.sleep(0.001)
+        drive.until(lambda: not seat.exists_in_put_tasks(Key(1)), "a store did not end")
         assert put(seat, [Key(2)], [chunk(2)]) == [Key(2)]
 
 

@@ -14,7 +14,10 @@ import pytest
 from lmcache_drive import HostObject, Listener, object_key
 
 from rewarm.adapters.lmcache import l2 as l2_module
+from rewarm.adapters.lmcache import objects as objects_module
+from rewarm.engine import open_engine
 from rewarm.errors import RewarmError
+from rewarm.testing.engines import Slow
 from rewarm.units import GIB, MIB
 from rewarm.volume import create_volume
 
@@ -372,6 +375,48 @@ def test_after_close_nothing_raises(root: str) -> None:
     seat.delete(keys)
     seat.submit_store_task(keys, [HostObject(SIZE) for _ in keys])
     assert len(records(root)) == COUNT
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is asked of the disk ends before two seconds have passed, but for deadlines."""
+
+    def opened(config: Any) -> Any:
+        return Slow(open_engine(config), delay_s=2.0)
+
+    monkeypatch.setattr(objects_module, "open_engine", opened)
+
+
+def test_a_load_that_hangs_is_a_miss_at_its_deadline(root: str, request: pytest.FixtureRequest) -> None:
+    seat = open_seat(root)
+    keys = fill(seat)
+    seat.close()
+    request.getfixturevalue("slow_disk")
+    seat = open_seat(root, load_deadline_s=0.05)
+    try:
+        targets = [HostObject(SIZE, 99) for _ in keys]
+        assert drive.load(seat, keys, targets) == [False] * COUNT
+        # This engine reads at once and tells late, so the bytes may be there; if so, they are good and whole.
+        assert all(target.holds(99) or target.holds(number + 1) for number, target in enumerate(targets))
+        assert seat.report_status()["loads"]["timeout"] > 0
+    finally:
+        seat.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_while_a_store_hangs_further_ones_fail_at_once(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l2_module, "STALL_S", 0.0)
+    seat = open_seat(root)
+    try:
+        first = seat.submit_store_task([object_key(1)], [HostObject(SIZE, 1)])
+        drive.until(lambda: seat._oldest_store, "the store was not taken up")
+        assert not seat.report_status()["is_healthy"]
+        second = seat.submit_store_task([object_key(2)], [HostObject(SIZE, 2)])
+        done = seat.pop_completed_store_tasks()
+        assert first not in done, "it is still under way, and its memory with it"
+        assert not done[second].is_successful()
+    finally:
+        seat.close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,10 +115,7 @@ def test_the_plug_in_through_lmcaches_launcher_and_memory(root: str, loop: Any) 
         wanted.append(memory_obj.tensor.clone())
     done: list[Any] = []
     seat.batched_submit_put_task(keys, objects, on_complete_callback=done.append)
-    end = time.monotonic() + drive.WAIT_S
-    while len(done) < COUNT:
-        assert time.monotonic() < end, "a store did not end"
-        time.sleep(0.001)
+    drive.until(lambda: len(done) == COUNT, "a store did not end")
     for memory_obj in objects:
         memory_obj.ref_count_down()
     seat.close()

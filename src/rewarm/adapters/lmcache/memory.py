@@ -26,10 +26,9 @@ def buffer_of(memory_obj: Any, *, has_format: bool) -> Buffer:
     if raw is None:  # no tensor: what every object has is its bytes
         view = memory_obj.byte_array
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        return Buffer(address, len(view), Layout(len(view), ((len(view),),), ("uint8",), ""))
-    return Buffer(
-        int(memory_obj.data_ptr), int(memory_obj.get_physical_size()), layout_of(memory_obj, has_format=has_format)
-    )
+        return Buffer(address, len(view), Layout(len(view), ((len(view),),), ("uint8",), ""), view)
+    layout = layout_of(memory_obj, has_format=has_format)
+    return Buffer(int(memory_obj.data_ptr), int(memory_obj.get_physical_size()), layout, memory_obj)
 
 
 def layout_of(memory_obj: Any, *, has_format: bool) -> Layout:

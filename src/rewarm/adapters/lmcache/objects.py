@@ -10,6 +10,7 @@ of the ring is read in place. A store is written out of LMCache's buffer, or out
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,8 @@ class Buffer:
     room_bytes: int
     """From the address on, padding included."""
     layout: Layout
+    owner: object
+    """What keeps the memory; held until no I/O can touch it."""
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class ObjectLoad:
     num_bytes: int
     parts: list[tuple[LoadHandle, list[int], Namespace]] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    owners: Sequence[object] = ()
+    """What keeps the memory that is read into."""
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when something ended."""
@@ -116,6 +121,8 @@ class ObjectStore:
     parts: list[tuple[StoreHandle, list[int]]] = field(default_factory=list)
     copies: list[AlignedBuffer] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    owners: Sequence[object] = ()
+    """What keeps the memory that is written from."""
 
     def done(self) -> bool:
         """True once every buffer is the caller's again."""
@@ -171,6 +178,7 @@ class Objects:
             self.engine.close()
             raise
         self.catalog = Catalog(self.volume, naming)
+        self._lock = threading.Lock()
         self._copied_bytes = 0
         self._loading_bytes = 0
 
@@ -237,7 +245,7 @@ class Objects:
             names: N names, in the order in which they are wanted.
             buffers: N buffers, ours until the load is done.
         """
-        load = ObjectLoad(len(names), time.monotonic(), 0)
+        load = ObjectLoad(len(names), time.monotonic(), 0, owners=[buffer.owner for buffer in buffers])
         by_namespace: dict[bytes, tuple[Namespace, list[int], list[tuple[bytes, RecordTarget]]]] = {}
         for index, (name, buffer) in enumerate(zip(names, buffers, strict=True)):
             namespace = self._namespace(name, buffer.layout, make=False)
@@ -247,8 +255,9 @@ class Objects:
                 entry[1].append(index)
                 entry[2].append((_key(name), target))
                 load.num_bytes += buffer.layout.payload_bytes
-        self._loading_bytes += load.num_bytes
-        deadline_s = self.kv.load_deadline_s + self._loading_bytes / LOAD_BYTES_A_SECOND
+        with self._lock:
+            self._loading_bytes += load.num_bytes
+            deadline_s = self.kv.load_deadline_s + self._loading_bytes / LOAD_BYTES_A_SECOND
         for namespace, indices, targets in by_namespace.values():
             with suppress(RewarmError):
                 load.parts.append((namespace.load(targets, deadline_s), indices, namespace))
@@ -256,7 +265,8 @@ class Objects:
 
     def ended(self, load: ObjectLoad) -> None:
         """Count a load that is done."""
-        self._loading_bytes -= load.num_bytes
+        with self._lock:
+            self._loading_bytes -= load.num_bytes
         for index in range(load.count):
             outcome = load.outcomes.get(index, Outcome.MISS)
             self.counters.add("rewarm_kv_loads_total", 1, outcome.name.lower())
@@ -266,13 +276,15 @@ class Objects:
         self.counters.observe("rewarm_kv_load_seconds", time.monotonic() - load.started)
 
     def store(self, names: Sequence[ObjectName], buffers: Sequence[Buffer]) -> ObjectStore:
-        """Start to store objects, behind all loads; may wait for the disk where a layout is new.
+        """Start to store objects, behind all loads; may wait for the disk where a layout is new. For one thread.
 
         Args:
             names: N names.
             buffers: N buffers, ours until the store is done.
         """
-        store = ObjectStore(len(names), time.monotonic(), sizes=[buffer.layout.payload_bytes for buffer in buffers])
+        sizes = [buffer.layout.payload_bytes for buffer in buffers]
+        owners = [buffer.owner for buffer in buffers]
+        store = ObjectStore(len(names), time.monotonic(), sizes=sizes, owners=owners)
         if self.kv.read_only or self.volume.is_over_budget:
             self.counters.add("rewarm_kv_stores_total", len(names), "skipped")
             return store
