@@ -185,7 +185,7 @@ def _writes_and_trouble() -> list[dict[str, Any]]:
         ),
         _lines(
             "In use",
-            "1: the root is read from; 0: it is left alone after errors, or away.",
+            "1: the root is read from; 0: it is left alone (it fails, hangs, or turned much slower), or away.",
             "none",
             [(_level("min", "rewarm_root_healthy"), EACH_ROOT)],
             top=1,

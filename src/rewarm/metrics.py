@@ -169,7 +169,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rewarm_root_healthy",
         GAUGE,
-        "1 while a root is read from; 0 while it is left alone after errors, or away.",
+        "1 while a root is read from; 0 while it is left alone (it fails, hangs, or turned much slower), or away.",
         ("root",),
     ),
     Metric(
@@ -181,7 +181,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rewarm_root_pauses_total",
         COUNTER,
-        "Times that a root began to be left alone after an error, for loads or for stores.",
+        "Times that a root began to be left alone, for loads (it fails, hangs, or turned much slower) or for stores.",
         ("root", "way"),
         values=WAYS,
     ),
