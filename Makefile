@@ -55,6 +55,7 @@ check:
 	$(BIN)/python scripts/grafana_dashboard.py --check
 	$(BIN)/python bench/results_table.py --check
 	$(BIN)/python bench/eviction_table.py --check
+	$(BIN)/python bench/host_tier_table.py --check
 	$(BIN)/python scripts/check_docs.py
 
 bench:

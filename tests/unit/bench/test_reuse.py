@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -23,6 +24,7 @@ from rewarm.bench.reuse.replay import (
     replay,
 )
 from rewarm.bench.reuse.run import Plan, open_trace, run
+from rewarm.bench.reuse.tiers import RULES, replay_tiers
 from rewarm.bench.reuse.trace import BLOCK_TOKENS, Trace, TraceRequest, read_trace, write_trace
 from rewarm.errors import DamageError, StorageError, UsageError
 
@@ -240,3 +242,28 @@ def test_prompts_that_are_shorter_than_a_record_are_refused(tmp_path: Path, leng
         file.write('{"timestamp": 9000, "input_length": 512, "output_length": 1, "hash_ids": [7]}\n')
     report = run(Plan(traces=(str(path),), memory_bytes=1 << 30, shares=(0.5,)), command="")
     assert {figure.value for figure in report.figures if figure.name.startswith("eviction.token_hits")} == {0.0}
+
+
+def asks(*prompts: Sequence[int]) -> list[Asked]:
+    """Requests for these blocks, of a server without a memory of its own."""
+    return [Asked(time_s=0.0, wanted=p, resident=(), made=(), input_tokens=len(p) * BLOCK_TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("when_stored", (3, 0, 1, 0)), ("first_load", (2, 1, 1, 1)), ("second_load", (1, 2, 1, 1))]
+)
+def test_a_block_is_copied_into_the_host_tier_when_the_rule_says(rule: str, expected: tuple[int, ...]) -> None:
+    tally = replay_tiers(asks([1], [1], [1], [1]), 9, 9, copied_at=RULES[rule])
+    assert (tally.from_host, tally.from_flash, tally.copied, tally.copy_reads) == expected
+    assert tally.host_rate == pytest.approx(expected[0] / 3)
+    assert tally.read_rate == pytest.approx((expected[1] + expected[3]) / 3)
+
+
+def test_a_host_tier_holds_no_more_than_it_may() -> None:
+    prompts = [prompt for number in range(20) for prompt in [[2 * number, 2 * number + 1]] * 3]
+    assert replay_tiers(asks(*prompts), 100, 40, copied_at=1).from_host == 20 * 2
+    again = [*prompts, *prompts]
+    assert replay_tiers(asks(*again), 100, 40, copied_at=1).from_host == 20 * 2 * (1 + 3)
+    small = replay_tiers(asks(*again), 100, 4, copied_at=1)
+    assert small.from_host < 20 * 2 * (1 + 3)
+    assert small.from_host + small.from_flash == 20 * 2 * (2 + 3), "flash has all of it"

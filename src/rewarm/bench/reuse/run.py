@@ -27,6 +27,7 @@ from rewarm.bench.reuse.replay import (
     optimum,
     replay,
 )
+from rewarm.bench.reuse.tiers import RULES, replay_tiers
 from rewarm.bench.reuse.trace import BLOCK_TOKENS, Trace, read_trace
 from rewarm.errors import StorageError, UsageError
 from rewarm.inputs import shown
@@ -36,6 +37,8 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 """Capacities, as parts of the bytes of all different blocks of a trace."""
 WEAR_SHARE = 0.2
 """Capacity for the figures of store rules."""
+HOST_SHARE = 0.05
+"""Of such a volume, for the figures of a host tier."""
 PROMPT_TOKENS = 4096
 """For prompts_over_tokens."""
 BUDGET_SHARE = 0.5
@@ -69,7 +72,7 @@ class Plan:
     @property
     def num_steps(self) -> int:
         """Of progress: replays."""
-        return len(self.traces) * (len(self.shares) * (len(ORDERS) + 1) + len(_rules(1)))
+        return len(self.traces) * (len(self.shares) * (len(ORDERS) + 1) + len(_rules(1)) + len(RULES))
 
 
 def run(plan: Plan, *, command: str, step: Callable[[str], None] = lambda _: None) -> Report:
@@ -87,6 +90,7 @@ def run(plan: Plan, *, command: str, step: Callable[[str], None] = lambda _: Non
         notes.append(_describe(trace, asked))
         figures += _hit_rates(trace, asked, plan.shares, step)
         figures += _wear(trace, asked, step)
+        figures += _host_tier(trace, asked, step)
     return Report(
         command=command,
         started=started.isoformat(timespec="seconds"),
@@ -200,6 +204,18 @@ def _wear(trace: Trace, asked: Sequence[Asked], step: Callable[[str], None]) -> 
             engine=name,
             note=note,
         )
+
+
+def _host_tier(trace: Trace, asked: Sequence[Asked], step: Callable[[str], None]) -> Iterator[Figure]:
+    """What comes from memory, and what flash reads for that, by when records are copied there."""
+    flash_blocks = max(1, int(trace.num_blocks() * WEAR_SHARE))
+    host_blocks = max(1, int(flash_blocks * HOST_SHARE))
+    for rule, copied_at in RULES.items():
+        tally = replay_tiers(asked, flash_blocks, host_blocks, copied_at=copied_at)
+        step(trace.name)
+        note = f"volume of {WEAR_SHARE:.0%} of the trace, host tier of {HOST_SHARE:.0%} of that; {tally.copied} copies"
+        for what, rate in (("hits", tally.host_rate), ("reads", tally.read_rate)):
+            yield measured(f"eviction.host_{what}.{trace.name}@{rule}", "%", [100 * rate], engine=rule, note=note)
 
 
 def _gb(num_blocks: int) -> float:
