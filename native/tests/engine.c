@@ -35,6 +35,26 @@ static void check_round_trip(rw_engine *e)
     }
 }
 
+/* What each root brought; a root that nobody named is 0. */
+static void check_flow(rw_engine *e)
+{
+    const uint64_t length = (5u << 20) + 12345;
+    uint8_t *payload = make_bytes(length, 3);
+    plan write = {.count = 0}, read = {.count = 0};
+    rw_flow before, flow;
+    CHECK(!rw_engine_flow(e, 200, &before) && !before.bytes && !before.busy_ns);
+    plan_write(&write, "flow", length, payload);
+    plan_expect(&write, e, 0);
+    plan_read(&read, "flow", length, RW_TO_MEMORY, payload)->root = 200;
+    plan_expect(&read, e, 0);
+    CHECK(!rw_engine_flow(e, 200, &flow) && flow.busy_ns > 0);
+    CHECK(flow.bytes == RW_PAGE_BYTES + (length + RW_PAGE_BYTES - 1) / RW_PAGE_BYTES * RW_PAGE_BYTES);
+    CHECK(!rw_engine_flow(e, 200, &before) && before.busy_ns == flow.busy_ns);
+    CHECK(!rw_engine_flow(e, 0, &flow) && flow.bytes);
+    CHECK(rw_engine_flow(e, RW_NUM_ROOTS, &flow) == -EINVAL);
+    free(payload);
+}
+
 static void check_blocks(rw_engine *e)
 {
     enum { PLANES = 3, BLOCKS = 40, CHUNK = 16, PAGE = 40000 };
@@ -229,6 +249,7 @@ void check_engine(int kind)
 {
     rw_engine *e = open_engine(kind, 4, NUM_SLOTS, SLOT_BYTES);
     check_round_trip(e);
+    check_flow(e);
     check_blocks(e);
     check_damage(e);
     check_plain(e);

@@ -37,6 +37,8 @@ _CLOSE_WAIT_S = 5.0
 """How long close() waits for I/O in place that hangs; after it its memory must stay where it is for good."""
 _WAIT_SLICE_S = 0.5
 _NO_NAME = bytes(32)
+_NO_BLOCKS = (0,) * 8
+"""From ``offset`` on, where nothing is scattered."""
 _pack = rw.TRANSFER.pack
 
 
@@ -196,9 +198,7 @@ def _packed_read(t: ReadRecord) -> bytes:
         numbers = (bases, blocks, planes.page_bytes, num_planes, num_blocks, target.skip_blocks)
         return _pack(rw.READ_RECORD, rw.TO_BLOCKS, 0, t.root, 0, t.payload_bytes, 0, *numbers, 0, t.key, t.namespace_id)
     where, address = (rw.TO_MEMORY, target.address) if isinstance(target, ToMemory) else (rw.TO_SLOT, 0)
-    address_and_length = (address, t.payload_bytes)
-    unused = (0,) * 8
-    return _pack(rw.READ_RECORD, where, 0, t.root, *address_and_length, *unused, t.key, t.namespace_id)
+    return _pack(rw.READ_RECORD, where, 0, t.root, address, t.payload_bytes, *_NO_BLOCKS, t.key, t.namespace_id)
 
 
 def _check_names(transfer: ReadRecord | WriteRecord) -> None:
