@@ -2,7 +2,7 @@
 
 A record is copied when it is read from flash the second time. Copying each at its first read had a little more of the
 loads served from memory in replays, and had flash read half as much again as without a host tier, since each copy is a
-read; what is read twice costs a sixth of that or less, but for documents (docs/guides/host-tier.md).
+read; what is read twice costs a quarter of that or less, but for documents (docs/guides/host-tier.md).
 """
 
 from __future__ import annotations
