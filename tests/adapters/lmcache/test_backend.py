@@ -15,7 +15,7 @@ import pytest
 from lmcache_drive import HostObject
 
 from rewarm.adapters.lmcache import backend as backend_module
-from rewarm.adapters.lmcache.guard import StartRefused
+from rewarm.adapters.lmcache.backend import StartRefused
 from rewarm.units import GIB
 from rewarm.volume import create_volume
 

@@ -15,6 +15,7 @@ from lmcache_drive import HostObject, Listener, object_key
 
 from rewarm.adapters.lmcache import l2 as l2_module
 from rewarm.adapters.lmcache import objects as objects_module
+from rewarm.adapters.seats import CONNECTOR, claim, release
 from rewarm.engine import open_engine
 from rewarm.errors import RewarmError
 from rewarm.testing.engines import Slow
@@ -463,9 +464,9 @@ def test_two_seats_on_one_volume_are_refused(seat: Any, root: str) -> None:
         open_seat(root)
 
 
-def test_a_seat_beside_our_connector_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "rewarm.adapters.vllm.connector", object())
+def test_a_seat_beside_our_connector_is_refused(root: str) -> None:
+    connector = claim(CONNECTOR)
     with pytest.raises(RewarmError, match="RewarmConnector"):
         open_seat(root)
+    release(connector)
+    open_seat(root).close()

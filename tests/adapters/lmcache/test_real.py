@@ -15,7 +15,7 @@ import lmcache_drive as drive
 import pytest
 from lmcache_drive import object_key
 
-from rewarm.adapters.lmcache.guard import StartRefused
+from rewarm.adapters.lmcache.backend import StartRefused
 from rewarm.units import GIB
 from rewarm.volume import create_volume
 

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 import mini_server
 from mini_server import BLOCK_TOKENS, CHUNK_TOKENS, MiniServer, Served
 
+from rewarm.adapters.seats import LMCACHE, claim, release
 from rewarm.adapters.vllm import versions
 from rewarm.adapters.vllm.prompt_keys import prompt_entries
 from rewarm.errors import AdapterError, UsageError
@@ -222,6 +223,16 @@ def test_another_window_is_another_namespace(place: Place) -> None:
     (served,) = cold(place.server((0, WINDOW + 1)), prompt(1))
     assert served.good_blocks == 0
     assert len(list(place.root.glob("*/namespace.json"))) == 2
+
+
+def test_a_server_that_has_lmcache_with_rewarm_is_refused(place: Place) -> None:
+    seat = claim(LMCACHE)
+    with pytest.raises(UsageError, match="stored twice"):
+        place.server((0, 32), chunk_tokens=32)
+    release(seat)
+    assert place.server((0, 32), chunk_tokens=32)
+    with pytest.raises(UsageError, match="stored twice"):
+        claim(LMCACHE)
 
 
 def test_a_chunk_longer_than_the_window_is_refused(place: Place) -> None:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from rewarm.adapters.lmcache.guard import StartRefused, claim, hinted, release
 from rewarm.adapters.lmcache.keys import engine_name
 from rewarm.adapters.lmcache.memory import buffer_of
 from rewarm.adapters.lmcache.names import Layout, Naming
 from rewarm.adapters.lmcache.objects import ObjectName, Objects, ObjectStore
 from rewarm.adapters.lmcache.settings import Settings, read_settings
 from rewarm.adapters.lmcache.versions import check_version, installed_version
+from rewarm.adapters.seats import LMCACHE, claim, hinted, release
 from rewarm.engine.checks import MAX_PAYLOAD_BYTES
 from rewarm.errors import AdapterError, RewarmError
 from rewarm.units import format_size
@@ -50,6 +50,12 @@ CLOSE_WAIT_S = 10.0
 _POLL_S = 0.05
 
 Callback = Callable[[Any], None]
+
+
+class StartRefused(SystemExit):
+    """Ends the process of a server that cannot be served as it is configured. LMCache's in-process loader logs every
+    other exception and serves without the tier, which nobody would notice.
+    """
 
 
 class RewarmBackend(StoragePluginInterface):  # type: ignore[misc]
@@ -116,7 +122,7 @@ class RewarmBackend(StoragePluginInterface):  # type: ignore[misc]
         self._objects = Objects(settings.kv, naming, object_bytes=object_bytes)
         try:
             role = getattr(metadata, "role", None) or "worker"
-            self._claim = claim(f"{SEAT} {self._objects.volume.id} {role} {metadata.worker_id}")
+            self._seat = claim(LMCACHE, f"{SEAT} {self._objects.volume.id} {role} {metadata.worker_id}")
         except RewarmError:
             self._objects.close()
             raise
@@ -312,7 +318,7 @@ class RewarmBackend(StoragePluginInterface):  # type: ignore[misc]
         self._stores.put(None)
         self._thread.join(CLOSE_WAIT_S)
         self._objects.close()
-        release(self._claim)
+        release(self._seat)
 
 
 def _call(callback: Callback | None, key: Any) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from rewarm.adapters.lmcache.guard import claim, hinted, release
 from rewarm.adapters.lmcache.keys import object_key, object_name
 from rewarm.adapters.lmcache.memory import buffer_of
 from rewarm.adapters.lmcache.names import Group, Naming
@@ -27,6 +26,7 @@ from rewarm.adapters.lmcache.objects import ObjectLoad, ObjectName, Objects, Obj
 from rewarm.adapters.lmcache.pages import list_page
 from rewarm.adapters.lmcache.settings import read_settings
 from rewarm.adapters.lmcache.versions import bitmap_class, check_version, installed_version
+from rewarm.adapters.seats import LMCACHE, claim, hinted, release
 from rewarm.errors import RewarmError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RewarmL2(L2AdapterInterface):  # type: ignore[misc]
         except RewarmError as error:
             raise hinted(error) from None
         try:
-            self._claim = claim(f"{SEAT} {self._objects.volume.id}")
+            self._seat = claim(LMCACHE, f"{SEAT} {self._objects.volume.id}")
         except RewarmError as error:
             self._objects.close()
             raise hinted(error) from None
@@ -234,7 +234,7 @@ class RewarmL2(L2AdapterInterface):  # type: ignore[misc]
         for thread in self._threads:
             thread.join(max(0.1, end - time.monotonic()))
         self._objects.close()
-        release(self._claim)
+        release(self._seat)
         if not any(thread.is_alive() for thread in self._threads):  # else a late one would signal another file
             for descriptor in self._fds:
                 os.close(descriptor)

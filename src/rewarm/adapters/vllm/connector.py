@@ -15,6 +15,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
 
+from rewarm.adapters.seats import CONNECTOR, claim, hinted, release
 from rewarm.adapters.vllm import describe
 from rewarm.adapters.vllm.groups import loads_whole, windows
 from rewarm.adapters.vllm.messages import OrdersMetadata, ReportMetadata
@@ -64,10 +65,11 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             assert kv_cache_config is not None
             self._cache = kv_cache_config
             self._is_whole = loads_whole(windows(kv_cache_config))
+            self._seat = claim(CONNECTOR)
             if role == KVConnectorRole.SCHEDULER:
                 self._open_scheduler_side()
         except RewarmError as error:
-            raise _with_hint(error) from None
+            raise hinted(error) from None
 
     def _open_scheduler_side(self) -> None:
         kv = self._kv
@@ -139,7 +141,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self._rank = open_rank(self._vllm_config, self._cache, self._kv, self._counters, kv_caches)
         except RewarmError as error:
-            raise _with_hint(error) from None
+            raise hinted(error) from None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See vLLM's base class."""
@@ -201,6 +203,7 @@ class RewarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._volume.close()
             self._engine.close()
             self._scheduler = None
+        release(self._seat)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RewarmStats:
@@ -236,10 +239,3 @@ def _configuration(vllm_config: VllmConfig) -> KvConfig:
             hint='--kv-transfer-config "$(rewarm vllm config --root DIR --size 200GiB)" writes it',
         )
     return kv
-
-
-def _with_hint(error: RewarmError) -> RewarmError:
-    """vLLM prints an exception as it is: the next step must stand in its text."""
-    if error.hint:
-        error.args = (f"{error.message}; {error.hint}",)
-    return error
