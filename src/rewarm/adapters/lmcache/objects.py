@@ -209,24 +209,27 @@ class Objects:
         return next((layout for layout, namespace in found if self._holds(namespace, key)), None)
 
     def find(self, names: Sequence[ObjectName], *, timeout_s: float) -> list[bool]:
-        """Of each object, whether it is there; asks the disk for those that this process does not know.
+        """Of each object, whether it is there. Asks the disk, which knows what other processes stored and evicted.
 
         Args:
             names: N names.
-            timeout_s: How long a disk is waited for; what it does not say by then is not there.
+            timeout_s: How long a disk is waited for; what it does not say by then is as this process knew it.
         """
+        by_group: dict[tuple[Group, int], list[bytes]] = {}
+        for name in names:
+            key = record_key(name.chunk_hash)
+            if key is not None and self.kv.policy != "never":
+                by_group.setdefault((name.group, len(name.chunk_hash)), []).append(key)
+        probes = [
+            namespace.probe(keys)
+            for (group, hash_bytes), keys in by_group.items()
+            for _, namespace in self.catalog.namespaces(group, hash_bytes)
+        ]
+        end = time.monotonic() + timeout_s
+        for probe in probes:
+            probe.wait(max(0.0, end - time.monotonic()))
+            probe.cancel()
         found = [self.contains(name) for name in names]
-        unknown: dict[tuple[Group, int], list[int]] = {}
-        for index, name in enumerate(names):
-            if not found[index] and self.kv.policy != "never" and record_key(name.chunk_hash) is not None:
-                unknown.setdefault((name.group, len(name.chunk_hash)), []).append(index)
-        for (group, hash_bytes), indices in unknown.items():
-            for _, namespace in self.catalog.namespaces(group, hash_bytes):
-                probe = namespace.probe([_key(names[index]) for index in indices])
-                probe.wait(timeout_s)
-                probe.cancel()
-                for index in indices:
-                    found[index] = found[index] or self._holds(namespace, _key(names[index]))
         self._touch([name for name, is_there in zip(names, found, strict=True) if is_there])
         return found
 
