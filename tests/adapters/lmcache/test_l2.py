@@ -169,6 +169,23 @@ def test_records_that_are_gone_leave_the_accounting(root: str) -> None:
         seat.close()
 
 
+def test_a_lookup_sees_what_others_evicted_and_stored(root: str) -> None:
+    seat = open_seat(root)
+    try:
+        listener = Listener()
+        seat.register_listener(listener)
+        keys = fill(seat)
+        path = records(root)[0]
+        content = path.read_bytes()
+        path.unlink()
+        assert drive.look_up(seat, keys) == [False] + [True] * (COUNT - 1)
+        assert listener.deleted == keys[:1]
+        path.write_bytes(content)
+        assert drive.look_up(seat, keys) == [True] * COUNT
+    finally:
+        seat.close()
+
+
 def test_delete(seat: Any, root: str) -> None:
     listener = Listener()
     seat.register_listener(listener)
